@@ -145,7 +145,7 @@ class _Module(ModuleType):
 
 
 class _Finder:
-    """Import finder of the former modules, last in `sys.meta_path`."""
+    """Import finder for the old module paths in `MODULES`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         del path, target
@@ -159,6 +159,6 @@ class _Finder:
 
 
 def install() -> None:
-    """Makes the former modules importable; a second call has no effect."""
+    """Makes the old module paths importable; a second call has no effect."""
     if not any(isinstance(it, _Finder) for it in sys.meta_path):
         sys.meta_path.append(_Finder())  # pyright: ignore[reportArgumentType]

@@ -2,12 +2,12 @@
 
 It uses the private API for:
 
-* JAX's coordination service in a separate process, so that no trainer has to run it,
-  a trainer's connection to the service, and the devices and the lives of processes that
-  the service tells XLA.
-* The keys of the coordination service: text from one process to others.
-* JAX's persistent compilation cache: which process writes, and what a CPU program's key
-  depends on.
+* JAX's coordination service: running it in a process that is no trainer, connecting a
+  trainer to it, publishing the devices of all processes, and telling XLA of processes
+  that have died or were replaced.
+* The key-value store of the coordination service, for text from one process to others.
+* JAX's persistent compilation cache: which process writes it, and what a CPU program's
+  key in it depends on.
 * Loading a compiled CPU program for other devices.
 * The bytes of a CPU array's buffer, and their order.
 * Compilation of a module that another process lowered.
@@ -71,20 +71,20 @@ def start_coordination_service(
 
     The service runs as long as the returned object exists.
 
-    A service accepts processes only when all have connected once, and process 0 then
-    publishes the devices of all. An open service has had a connection for each index,
-    so that processes with the indices 1 to num_processes - 1 can join at any time, and
-    another process can take the index of one that has died. No process may have the
-    index 0 then. The devices are published here with `cpu_devices`, otherwise by the
-    processes (`publish_devices`).
+    A service that is not open lets processes go on only when all have connected, and
+    process 0 then publishes the devices of all. A process can join an open service at
+    any time, also with the index of a process that has died. For this, the function
+    itself connects once with each index before it returns. The processes of an open
+    service have the indices 1 to num_processes - 1; none may have index 0.
 
     Args:
         address: host:port at which the service listens.
-        num_processes: size of the world.
+        num_processes: number of indices: 0 to num_processes - 1.
         heartbeat_s: heartbeat timeout of JAX in seconds, rounded up to whole seconds.
-        cpu_devices: number of CPU devices of every process, if all processes have
-            devices of this kind only; 0 for other processes.
-        is_open: whether the service is open; it is with `cpu_devices`.
+        cpu_devices: number of CPU devices of every process. Above 0, the service is
+            open, and this function publishes the devices of all processes. With 0 the
+            processes of an open service must call `publish_devices`.
+        is_open: whether the service is open although `cpu_devices` is 0.
     """
     check_version()
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -116,11 +116,11 @@ def start_coordination_service(
 _TOPOLOGY = "cpu:global_topology/cpu"
 """Key of JAX's coordination service that holds the CPU devices of all processes."""
 _PER_PROCESS = 2048
-"""Difference between the ids of the first CPU devices of two processes."""
+"""Difference between the ids of the first CPU devices of two successive processes."""
 
 
 def _cpu_topology(num_processes: int, cpu_devices: int) -> bytes:
-    """Encodes XLA's GlobalTopologyProto of processes with equally many CPU devices."""
+    """Encodes XLA's GlobalTopologyProto: processes with `cpu_devices` devices each."""
     nodes = b""
     for index in range(num_processes):
         node = _encoded(1, index) + _encoded(2, b"dtft")
@@ -140,23 +140,29 @@ def _cpu_topology(num_processes: int, cpu_devices: int) -> bytes:
 
 _GPU_PLATFORMS = ("cuda", "rocm")
 _NODE, _BOOT, _DEVICE = 1, 2, 3
-"""Fields of XLA's LocalTopologyProto: index and boot id of a process, a device."""
+"""Field numbers in XLA's LocalTopologyProto: index of the process, its boot id, and a
+device (repeated)."""
 _DEVICE_ID, _PARTITION = 4, 5
-"""Fields of its DeviceProto: number in the world, and number of the machine."""
+"""Field numbers in XLA's DeviceProto: the device's id among the devices of all
+processes, and the number of its machine."""
 _PLACED = (_DEVICE_ID, _PARTITION)
 
 
 def publish_devices(index: int, num_processes: int, found: threading.Event) -> None:
-    """Publishes the devices of all processes of an open service, as process 0 would.
+    """Publishes the devices of all processes in an open coordination service.
 
-    Assumes that all processes have devices like those of this one. JAX waits for this
-    while it looks for devices, once for each platform (CUDA and CPU, say). So call this
-    function on another thread; it returns once `found` is set.
+    Without it, process 0 would publish them; an open service has no process 0 (see
+    `start_coordination_service`). Every process is assumed to have the same devices as
+    this one.
+
+    While JAX looks for devices, it waits for the published devices of each platform
+    (such as CUDA and CPU). So call this function on another thread. It returns once
+    `found` is set.
 
     Args:
         index: index of this process.
-        num_processes: size of the world.
-        found: set when JAX has found the devices.
+        num_processes: number of processes of the service, with the unused index 0.
+        found: the caller sets it when JAX has found the devices.
     """
     check_version()
     from jax._src import distributed
@@ -176,12 +182,13 @@ def publish_devices(index: int, num_processes: int, found: threading.Event) -> N
 
 
 def topology_like(own: bytes, num_processes: int, platform: str) -> bytes:
-    """Encodes a GlobalTopologyProto of processes that all have a process's devices.
+    """Encodes XLA's GlobalTopologyProto of processes that all have the same devices.
 
     Args:
-        own: LocalTopologyProto of the process.
+        own: encoded LocalTopologyProto of one process, whose devices all others have.
         num_processes: number of processes.
-        platform: XLA's name of the platform.
+        platform: XLA's name of the platform, such as "cuda". For "cpu" only the number
+            of devices is taken from `own`.
     """
     fields = list(_fields(own))
     devices = [value for number, value, _ in fields if number == _DEVICE]
@@ -206,7 +213,10 @@ def topology_like(own: bytes, num_processes: int, platform: str) -> bytes:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """Yields the fields of a protocol buffer: number, content, and all bytes.
+    """Yields the fields of an encoded protocol buffer.
+
+    Each field is a tuple: its number, the bytes of its content, and all its bytes (tag
+    and length included).
 
     >>> list(_fields(_encoded(1, 300) + _encoded(4, b"ab")))
     [(1, b'\\xac\\x02', b'\\x08\\xac\\x02'), (4, b'ab', b'"\\x02ab')]
@@ -231,7 +241,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes]]:
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """Returns the integer at a position, and the position after it."""
+    """Decodes the varint at position `at`; returns it and the position after it."""
     value = shift = 0
     while True:
         byte = message[at]
@@ -242,14 +252,14 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def give_up_process(address: str, index: int) -> None:
-    """Makes an open service give up a process: it takes the process for replaced.
+    """Makes an open coordination service take a process for replaced.
 
-    Connects in its place, and leaves again. If the process still runs, JAX ends it.
-    The processes that share collectives with it leave them with an error.
+    Connects with the index of the process and disconnects again. If the process still
+    runs, JAX ends it. Collectives that other processes share with it end with an error.
 
     Args:
         address: host:port of the service.
-        index: index of the process.
+        index: index of the process to replace.
     """
     check_version()
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
@@ -267,15 +277,18 @@ def give_up_process(address: str, index: int) -> None:
 
 
 def know_processes(indices: Sequence[int], timeout_s: float) -> None:
-    """Lets XLA know which processes the next collectives are with, each in which life.
+    """Tells XLA the current incarnations of the processes of the next collectives.
 
-    On GPUs XLA gives up a collective once a process in it has died, if it knew of this
-    life of the process. Waits until all processes in `indices` have called this
-    function; this process must be connected to the same service. JAX gives no limit for
-    those that are connected and do not call it: the agent ends a trainer that waits.
+    On GPUs XLA aborts a collective once a process in it has died or was replaced, if it
+    knew the incarnation of this process. (A process that connects with the index of a
+    dead one is a new incarnation.) Returns when all processes in `indices` have called
+    this function. All must be connected to the same coordination service.
+
+    `timeout_s` does not limit the wait for a process that is connected but does not
+    call this function, because JAX has no such limit.
 
     Args:
-        indices: indices of the processes, with this one.
+        indices: indices of the processes, including this one.
         timeout_s: longest wait for processes that are not connected, in seconds.
 
     Raises:
@@ -293,7 +306,7 @@ def know_processes(indices: Sequence[int], timeout_s: float) -> None:
 
 
 def _encoded(number: int, value: int | bytes) -> bytes:
-    """Encodes a field of a protocol buffer."""
+    """Encodes a field of a protocol buffer; an integer 0 as no bytes, its default."""
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value) if value else b""
     return _varint(number << 3 | 2) + _varint(len(value)) + value
@@ -312,16 +325,16 @@ def join_world(
     heartbeat_s: float,
     timeout_s: float,
 ) -> None:
-    """Connects this process to a coordination service that runs already.
+    """Connects this process to a coordination service that is already running.
 
-    Does the work of `jax.distributed.initialize`, but starts no service in process 0.
+    Replaces `jax.distributed.initialize`, which would start a service in process 0.
     Also sets options of JAX: recoverable processes, no preemption service, and gloo for
     collectives on CPU.
 
     Args:
         address: host:port of the coordination service.
         process_id: index of this process, 0 to num_processes - 1.
-        num_processes: size of the world, fixed for the life of the service.
+        num_processes: number of processes of the service, which never changes.
         heartbeat_s: heartbeat timeout of JAX in seconds, rounded up to whole seconds.
         timeout_s: longest wait for the service, in seconds.
     """
@@ -350,14 +363,14 @@ def join_world(
 def write_compilation_cache(process_id: int, *, writes: bool) -> None:
     """Sets whether this process writes to JAX's persistent compilation cache.
 
-    JAX writes only in process 0, but index 0 of a world belongs to no process if each
-    process has a service of its own. So another process of the world must write. To be
-    called after JAX has found its devices: until then JAX takes the process's index
-    from the same variable. `jax.process_index()` stays.
+    JAX writes only in process 0, but no process of an open coordination service has
+    index 0. So this function lets JAX's cache believe that a writing process has index
+    0. Call it only after JAX has found its devices, because until then the devices
+    depend on the same variable. `jax.process_index()` does not change.
 
     Args:
-        process_id: index of this process.
-        writes: whether it writes.
+        process_id: true index of this process.
+        writes: whether the process writes.
     """
     check_version()
     from jax._src import distributed
@@ -366,16 +379,16 @@ def write_compilation_cache(process_id: int, *, writes: bool) -> None:
 
 
 def share_cached_programs() -> None:
-    """Lets all processes, on any devices, use a CPU program of JAX's compilation cache.
+    """Lets processes share CPU programs in JAX's compilation cache.
 
-    The cache's key of a CPU program includes the ids of its devices, and a fingerprint
-    that differs between the processes of a world. So the other processes, and those of
-    another formation, would compile the same program again. From now on the key has the
-    processor's features instead: XLA sets the devices of a CPU program when it is
-    loaded. To be called only in a process whose platform is CPU.
+    JAX's key of a CPU program includes the ids of its devices, and a fingerprint that
+    differs between processes. So each process would compile the same program again.
+    Afterwards the key has the processor's features instead of both. This is safe on
+    CPU, because XLA sets the devices of a CPU program when it loads the program. Call
+    this function only in a process whose platform is CPU.
 
-    An entry appears in the cache's directory when it is complete, so that a process
-    that reads meanwhile compiles the program itself or gets all of it.
+    Also makes the writing of an entry atomic, so that other processes never read a part
+    of an entry.
     """
     check_version()
     from jax._src import cache_key, lru_cache
@@ -419,11 +432,11 @@ def share_cached_programs() -> None:
 
 
 class _Read(threading.local):
-    """What the calling thread has read last from the compilation cache."""
+    """What each thread has last read from JAX's compilation cache."""
 
     looked = False
     entry: bytes | None = None
-    """The entry; None if the cache had none."""
+    """The entry; None if the cache had none, or if the thread has read none yet."""
 
 
 _read = _Read()
@@ -432,7 +445,7 @@ _read = _Read()
 class PortableProgram:
     """A compiled CPU program that can be loaded for other devices.
 
-    Loading it leaves out that the function is traced and lowered for these devices.
+    This saves tracing, lowering and compiling the function for these other devices.
     """
 
     def __init__(self, lowered: jax.stages.Lowered) -> None:
@@ -450,7 +463,7 @@ class PortableProgram:
         self._entry, _read.entry = _read.entry, None
         cached = bool(jax.config.jax_compilation_cache_dir)  # pyright: ignore[reportAttributeAccessIssue]
         self._has_bytes = _read.looked or not cached
-        """Whether the program's bytes are known: those of its entry, or XLA's own."""
+        """Whether the program can be serialized: from its cache entry or by XLA."""
         self._lock = threading.Lock()
         self._pickled: bytes | None = None
 
@@ -459,12 +472,12 @@ class PortableProgram:
 
         Args:
             own: the devices that the function was lowered for, in mesh order.
-            others: equally many devices, in the order of the same mesh.
+            others: the devices to load the program for; as many, in mesh order.
 
         Raises:
-            ValueError: the program has arguments that are not the function's, such as
-                arrays that the function closes over; or it may have come from the
-                cache before `share_cached_programs` was called.
+            ValueError: the function closes over arrays; or the program may have come
+                from JAX's compilation cache without a call of `share_cached_programs`
+                before.
         """
         program: Any = self.compiled
         if not self._has_bytes:
@@ -507,10 +520,10 @@ class PortableProgram:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles what JAX knows of a program; devices by their ids."""
+    """Pickles a compiled JAX program; devices are pickled as their ids."""
 
     def __init__(self, file: io.BytesIO, content: bytes | None) -> None:
-        """`content` is XLA's serialized program; None if XLA must make it."""
+        """`content` is the program serialized by XLA; None: it is serialized here."""
         super().__init__(file)
         self._content = content
 
@@ -575,17 +588,17 @@ def _processor() -> str:
 
 
 def told_by(teller: int, key: str, text: str, timeout_s: float) -> str:
-    """Broadcasts the text of one process to others, by the coordination service.
+    """Broadcasts a text from process `teller` to other processes; returns this text.
 
-    The process may take up to `timeout_s` to produce the text. A collective would time
-    out earlier. Returns the text of the process. In a process that is not connected to
+    Uses the key-value store of JAX's coordination service. A collective would time out
+    if `teller` needs minutes to produce the text. In a process that is not connected to
     a service, returns `text`.
 
     Args:
         teller: index of the process whose text is broadcast.
         key: name of the text; may be used only once in the life of the service.
-        text: the text to broadcast; ignored in other connected processes.
-        timeout_s: longest wait of the other processes, in seconds.
+        text: the text to broadcast in process `teller`; ignored in other processes.
+        timeout_s: longest wait of the other processes for the text, in seconds.
     """
     check_version()
     from jax._src import distributed
@@ -607,15 +620,14 @@ def meet(
 ) -> None:
     """Waits until every process in `processes` has called this function.
 
-    Uses the keys of the coordination service, which is one for all processes, or one
-    for each with the same keys. Returns at once in a process that is not connected to a
-    service.
+    Each process sets a key of JAX's coordination service and waits for the keys of the
+    other processes. Returns at once in a process that is not connected to a service.
 
     Args:
         name: name of the meeting; may be used only once in the life of the service.
         processes: indices of the processes; this process must be one of them.
         timeout_s: longest wait in seconds.
-        check: called again and again; may raise an error to end the wait.
+        check: called repeatedly during the wait; may raise an error to end it.
 
     Raises:
         TimeoutError: another process did not call the function in time.
@@ -654,9 +666,10 @@ _listeners: list[Callable[[str, bytes], None]] = []
 
 
 def tell_of_keys(listener: Callable[[str, bytes], None]) -> None:
-    """Calls `listener(key, value)` for each key that `meet` and `told_by` set.
+    """Registers `listener(key, value)` for the keys that `meet` and `told_by` set.
 
-    It is called on the thread that sets the key, and must not block.
+    From now on the listener is called for each such key, on the thread that sets it.
+    The listener must not block.
     """
     _listeners.append(listener)
 
@@ -668,8 +681,10 @@ def _set_and_tell(client: Any, key: str, text: str) -> None:
 
 
 def service_keys(directory: str) -> dict[str, bytes]:
-    """Returns the keys of the coordination service that begin with `directory` and a
-    slash, with their values; {} in a process that is not connected to a service."""
+    """Returns the coordination service's keys under `directory/`, with their values.
+
+    Returns {} in a process that is not connected to a service.
+    """
     check_version()
     from jax._src import distributed
 
@@ -678,8 +693,7 @@ def service_keys(directory: str) -> dict[str, bytes]:
 
 
 def delete_service_keys(directory: str) -> None:
-    """Deletes the keys of the coordination service that begin with `directory` and a
-    slash.
+    """Deletes the coordination service's keys under `directory/`.
 
     Does nothing in a process that is not connected to a service.
     """
@@ -692,7 +706,7 @@ def delete_service_keys(directory: str) -> None:
 
 
 def set_service_key(key: str, value: bytes) -> None:
-    """Sets a key of the coordination service; replaces an earlier value.
+    """Sets a key of the coordination service, also one that has a value.
 
     Does nothing in a process that is not connected to a service.
     """
@@ -717,7 +731,7 @@ def cpu_buffer(array: jax.Array) -> memoryview:
 
 
 def order_of_dims(array: jax.Array) -> tuple[int, ...] | None:
-    """Returns the order in which the dims of an array lie in memory, the slowest first.
+    """Returns the dims of an array in their order in memory, slowest-varying first.
 
     Returns None for row-major order. The array must be on a single device.
     """
@@ -743,7 +757,7 @@ def _unless_row_major(order: tuple[int, ...]) -> tuple[int, ...] | None:
 def compile_module(
     module: bytes, devices: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Compiles a module that `jit` has lowered, for the given devices, as `jit` would.
+    """Compiles a lowered `jit` function for the given devices, as `jit` would.
 
     Args:
         module: StableHLO with shardings, as MLIR bytecode of this version of JAX.
@@ -787,12 +801,11 @@ def compile_module(
 
 
 def scan_arguments(eqn: Any) -> tuple[int, int]:
-    """Counts the constants and the carried values among the arguments of a `scan`.
+    """Returns the number of constants and of carried values of a `scan`.
 
     `eqn` is the equation of the `scan` in a jaxpr. The constants are its first
-    arguments, followed by the carry. Older versions of JAX have both numbers as
-    parameters of the equation; newer versions have the trees of the arguments (0.12:
-    `ft_in`).
+    arguments, followed by the carry. Both numbers are parameters of the equation. JAX
+    0.12 has `ft_in` instead, the trees of the arguments.
     """
     if "ft_in" in eqn.params:
         constants, carry, _ = eqn.params["ft_in"].unpack()
@@ -804,7 +817,7 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
 def is_cudnn_installed() -> bool:
     """Whether JAX finds cuDNN on this machine.
 
-    Looks once, before `cudnn_assumed` lets JAX believe so.
+    Checks once per process; `cudnn_assumed` does not change the answer.
     """
     from jax._src.cudnn import fused_attention_stablehlo as attention
 
@@ -824,11 +837,12 @@ _assumers: list[tuple[Any, Any]] = []
 
 @contextlib.contextmanager
 def cudnn_assumed() -> Iterator[None]:
-    """Lets JAX trace cuDNN's attention on a machine without cuDNN, as on an H100.
+    """Makes JAX trace cuDNN's attention in a `with` block, on a machine without cuDNN.
 
-    JAX refuses to trace it there, although tracing runs no kernel. On a machine with
-    cuDNN nothing changes. Several threads may be in the block; JAX is as before when
-    the last has left.
+    JAX refuses to trace cuDNN's attention without cuDNN, although tracing runs no
+    kernel. In the block, JAX takes cuDNN 9.10 and any compute capability for given.
+    Several threads may be in a block at once; the last to leave restores JAX. On a
+    machine with cuDNN the block changes nothing.
     """
     check_version()
     from jax._src.cudnn import fused_attention_stablehlo as attention
@@ -853,7 +867,10 @@ def cudnn_assumed() -> Iterator[None]:
 
 
 def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:
-    """Returns for each argument, and for each result, whether it has a sharding."""
+    """Returns which arguments and which results of `module`'s `main` have a sharding.
+
+    `ir` is the module `jaxlib.mlir.ir`. Each list has one bool per argument or result.
+    """
     main = next(
         op for op in module.body.operations if op.attributes["sym_name"].value == "main"
     )

@@ -1,4 +1,6 @@
-"""Decides when load is divided anew between nodes, from measured rounds of steps.
+"""Decides from measured rounds of steps when to change the division of load.
+
+A division is the load of each node, such as its number of microbatches.
 
 A round has four parts: divide, train, measure, judge. `Balance.after` is a pure
 function: it takes the measured seconds of a round and returns the next `Balance`. What
@@ -151,7 +153,7 @@ class Work(Protocol[Division]):
         ...
 
     def load(self, division: Division) -> Floats:
-        """Returns the units that each node has to work on in a step, `[n]`."""
+        """Returns the units of load of each node in a step, `[n]`."""
         ...
 
     def seconds(
@@ -166,7 +168,8 @@ class Work(Protocol[Division]):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Rules for when a division (the load of each node) changes or is settled."""
+    """Options that decide when the division (the load of each node) changes, and when
+    it counts as settled."""
 
     policy: Policy = "exact"
     least_gain: float = 0.01
@@ -177,7 +180,7 @@ class Rules:
     the compared seconds."""
     step: float = 0.3
     """Relative increase of a node's weight by `proportional`, if the node waits a whole
-    step longer than the mean node. For another wait, the increase is in proportion."""
+    step longer than the mean node. Shorter waits increase it in proportion."""
     patience: int = 3
     """Rounds in a row without change or drift after which a division is settled."""
 
@@ -256,9 +259,10 @@ class Balance(Generic[Division]):
 
     @property
     def settled(self) -> bool:
-        """Whether for `patience` rounds the division is unchanged and no node drifted.
+        """Whether the division is settled: no change and no drift in `patience` rounds.
 
-        A settled division can still change if a node drifts, or if more steps make the
+        A node drifts if its seconds per unit change relative to the other nodes. A
+        settled division can still change if a node drifts, or if more steps make the
         noise smaller than a gain.
         """
         return self.unchanged >= self.rules.patience
@@ -340,11 +344,12 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
 def _gain(
     now: Balance[Division], candidate: Division, speeds: Speeds
 ) -> tuple[float, float]:
-    """Returns the share of a step that a candidate saves, and the error of the share.
+    """Returns the share of a step's seconds that a candidate division saves.
 
-    The share is computed from seconds of nodes: measured ones if
-    `SpeedEstimator.measured` has both divisions, else estimates. The error is the
-    larger of the relative standard errors of the seconds in the two divisions.
+    The second number is the error of this share: the larger of the relative standard
+    errors of the seconds in the two divisions. The share is computed from the seconds
+    of nodes. These are measured if `SpeedEstimator.measured` has both divisions, else
+    estimated by `speeds`.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)
@@ -358,12 +363,11 @@ def _gain(
 def _proportional(
     now: Balance[Division], busy: Floats
 ) -> tuple[Division, Floats, float, float]:
-    """Raises the weights of nodes that wait longer than the mean node.
+    """Raises the weights of nodes that wait longer than the mean; lowers the others.
 
-    Lowers the weights of the other nodes.
-
-    Returns candidate, weights, gain and threshold. The gain is 1 if the candidate's
-    load differs from the load in force, else 0; the threshold is 0.
+    Returns the division by these weights (the candidate), the weights, the gain and the
+    threshold. The gain is 1 if the candidate's load differs from the load in force,
+    else 0. The threshold is 0.
     """
     wait = waits(busy).mean(0)
     step_s = float(busy.max(1).mean())

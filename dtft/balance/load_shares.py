@@ -1,6 +1,7 @@
-"""Divisible work without a program: microbatches of replicas, layers of stages.
+"""Divides microbatches between replicas, and layers between pipeline stages.
 
-Operators of a placement are in `operators`, which needs JAX.
+Both are divisible work (`balance.Work`). `operators` has the operators of a placement
+as divisible work; it needs JAX, this module does not.
 """
 
 from collections.abc import Sequence
@@ -94,7 +95,10 @@ class Microbatches:
         return allocate(unit_s, self.total, cap=self.cap, low=self.low)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """Returns the shares with the fewest seconds until the last node is done."""
+        """Returns the shares with the fewest seconds until the last node is done.
+
+        A node takes `fixed_s + share * unit_s` seconds; `[n]` each.
+        """
         return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
 
     def load(self, division: Counts) -> Floats:
@@ -104,7 +108,7 @@ class Microbatches:
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Returns the seconds until the last node is done."""
+        """Returns the seconds until the last node is done (see `best`)."""
         shares = check_division(division, self.num_nodes, self.total)
         return makespan(shares, unit_s, fixed_s)
 
@@ -132,7 +136,10 @@ def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
 def makespan(
     shares: ArrayLike, unit_s: ArrayLike, fixed_s: ArrayLike | None = None
 ) -> float:
-    """Returns the seconds until the last node has worked through its share."""
+    """Returns the seconds until the last node has worked through its share.
+
+    A node takes `fixed_s + share * unit_s` seconds.
+    """
     fixed = np.zeros(()) if fixed_s is None else np.asarray(fixed_s, float)
     return float(np.max(fixed + np.asarray(shares) * np.asarray(unit_s, float)))
 
@@ -361,10 +368,13 @@ class Layers:
         return self.layer_s.shape[1]
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Returns the best split if the speed of each node is its weight.
+        """Returns the best split for nodes whose relative speeds are the weights.
 
-        Raises as `best`, and a ValueError if a weight is not a finite number of 0 or
-        more.
+        A node of weight 0 gets no layer.
+
+        Raises:
+            ValueError: a weight is not a finite number of 0 or more, or `best` finds no
+                split.
         """
         each = f"each of {self.num_nodes} stages"
         given = np.array(numbers("weights", weights, each))
@@ -415,7 +425,8 @@ class Layers:
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Returns the seconds of a 1F1B pipeline's step with these layers per stage."""
+        """Returns the seconds of a 1F1B pipeline's step with `division` layers per
+        stage; `unit_s` and `fixed_s` are as in `best`."""
         sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self._step_s(_of_stages(sums, counts))
@@ -438,7 +449,10 @@ class Layers:
         return np.moveaxis(sums, 2, 0)
 
     def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
-        """Adds `fixed_s / microbatches` to each range with at least one layer."""
+        """Adds each stage's `fixed_s / microbatches` to the seconds in `sums`.
+
+        `sums` is as returned by `_sums`. Ranges without layers keep 0 seconds.
+        """
         if fixed_s is None:
             return sums
         places = np.arange(len(self.layer_s) + 1)
@@ -490,9 +504,10 @@ def _of_stages(sums: Floats, division: Counts) -> Floats:
 
 
 def _least_sum(costs: Floats) -> Counts | None:
-    """Finds the number of layers of each stage for which the sum of `costs` is least.
+    """Finds the split of the layers for which the costs of all stages sum to the least.
 
-    `costs` is as `_sums`. Returns None if no sum is finite.
+    `costs` are `[stages, start, stop]`, as returned by `Layers._sums`. Returns the
+    number of layers of each stage; None if every split has an infinite sum.
     """
     num_stages, num_places, _ = costs.shape
     least = np.full(num_places, np.inf)

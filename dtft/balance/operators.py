@@ -1,4 +1,4 @@
-"""The operators of a program as divisible work: a division is a placement.
+"""Divides the operators of a program between nodes: a division is a placement.
 
 With `Operators`, `balance.Balance` moves operators between nodes by measured seconds. A
 unit of load is one second of the cost model. The seconds per unit are the ratio of
@@ -67,9 +67,9 @@ class Operators:
         return self.nodes.num
 
     def by_weight(self, weights: Floats) -> Placement:
-        """Returns the best placement that `place_tasks` finds.
+        """Returns the best placement that `place_tasks` finds for these node speeds.
 
-        The weights are the relative speeds of the nodes.
+        `weights` are the relative speeds of the nodes, `[n]`.
         """
         return place_tasks(
             self.tasks,
@@ -82,11 +82,14 @@ class Operators:
         )
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
-        """Returns the placement with the shortest step of all that it tries.
+        """Returns the placement with the shortest step among those that it tries.
 
-        A node takes `unit_s` times its seconds by the cost model. With `fixed_s`, each
-        node with load takes these seconds more per step. Then the tasks are placed
-        several times, each time with weights from the loads of the previous placement.
+        One placement is tried; with a `fixed_s` above 0, `TURNS` more. Each further one
+        has weights from the loads of the previous placement.
+
+        Args:
+            unit_s: seconds of each node per second of the cost model, `[n]`.
+            fixed_s: further seconds of each node with load, per step, `[n]`; None: 0.
         """
         unit = np.asarray(unit_s, float)
         found = self.by_weight(1 / unit)
@@ -99,7 +102,7 @@ class Operators:
         return min(ways, key=lambda way: self.seconds(way, unit, fixed_s))
 
     def load(self, division: Placement) -> Floats:
-        """Returns the seconds of each node in a step by the cost model, `[n]`."""
+        """Returns each node's seconds in a step, by the cost model, `[n]`."""
         each = self.tasks.seconds[np.arange(len(self.tasks.names)), division.node_of]
         sums = np.bincount(division.node_of, each, minlength=self.num_nodes)
         return self.microbatches * sums.astype(float)

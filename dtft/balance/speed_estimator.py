@@ -110,7 +110,7 @@ class UnitTimes:
         return seen._pooled(mean, variance, steps, loaded)
 
     def scaled(self, level: float) -> "UnitTimes":
-        """Returns the unit times if all nodes took `level` times as long."""
+        """Returns the unit times with all seconds multiplied by `level`."""
         return replace(
             self, mean_s=level * self.mean_s, variance=level**2 * self.variance
         )
@@ -186,8 +186,8 @@ def drifted(
 ) -> tuple[int, ...]:
     """Returns the nodes that drifted in a round of `steps` steps.
 
-    `after` is `before` with the round included. It lacks the earlier measurements of a
-    node that drifted. Any other node with load has `steps` more measured steps in it.
+    `after` is `before` with the round included. A node drifted if `after` has dropped
+    the node's earlier measurements, so that it counts fewer than `steps` more steps.
     """
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
     begun &= after.num_steps < before.num_steps + steps
@@ -195,10 +195,10 @@ def drifted(
 
 
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
-    """Returns the trimmed mean over the steps, and a variance of one step (winsorized).
+    """Returns the trimmed mean of `unit_s` over its steps, and a variance, `[n]` each.
 
-    The variance divided by the number of steps is the variance of the mean. The
-    variance is 0 if there is one step.
+    `unit_s` is `[steps, n]`. The variance is a winsorized one: divided by the number of
+    steps, it is the variance of the mean. It is 0 if there is only one step.
     """
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)
@@ -402,7 +402,7 @@ class SpeedEstimator:
 
 
 class _Rows:
-    """Sums over measured loads, for each node's least-squares fit; all `[n]`."""
+    """Sums over the measured loads, for each node's least-squares fit; `[n]` each."""
 
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
         """Sums over the measured loads; each node must be measured at least once.
@@ -455,5 +455,5 @@ class _Rows:
 
 
 def key_of(load: Floats) -> Load:
-    """Converts a load (units of each node) to a key of a mapping."""
+    """Converts a load (units of each node) from an array to a tuple, for dict keys."""
     return tuple(load.tolist())

@@ -38,8 +38,8 @@ from dtft.planner.cost import (
 )
 
 _LONG = BenchmarkPace(budget_s=0.08, repeats=3)
-"""Pace of the memory benchmark in jobs of processes that share cores: a loop spans many
-time slices."""
+"""Pace of the memory benchmark if processes share cores: each loop is long enough to
+span many time slices of the scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,20 +82,19 @@ class BenchmarkSizes:
     measured, because a device computes and communicates in one thread."""
     pace: BenchmarkPace = BenchmarkPace()
     shared: BenchmarkPace = BenchmarkPace()
-    """Pace of the memory benchmark; devices share memory."""
+    """Pace of the memory benchmark, in which all devices share the memory bandwidth."""
     behind: int = 0
-    """Number of equal collectives in a row that follow matmuls, where a job of several
-    processes times a frequent kind (`_OFTEN`). 0: processes do not share cores, and
-    each collective is timed alone."""
+    """Number of equal collectives that are timed in a row after matmuls, for the kinds
+    in `_OFTEN` and in jobs of several processes. 0: each collective is timed alone,
+    because processes do not share cores."""
 
     def among(self, num_processes: int) -> "BenchmarkSizes":
         """Returns the sizes that a job of `num_processes` processes measures.
 
-        If processes share cores (`behind` is above 0), compiling a collective takes
-        longer than running many, so only every third size of `collectives` is measured,
-        and memory is measured at the pace `_LONG`. A collective takes 1 ms if all
-        processes begin it together, as at the start of a program, but several ms in a
-        step. So frequent kinds are timed after matmuls.
+        With several processes, benchmarks have longer loops (`BenchmarkPace.among`). If
+        the processes share cores (`behind` is above 0), only every third size of
+        `collectives` is measured, because compiling takes longest. Memory is then
+        measured at the pace `_LONG`.
 
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
         [3, 8]
@@ -108,8 +107,8 @@ class BenchmarkSizes:
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
-    """Returns sizes from `first` to `last`: multiples of 1024, evenly spaced on a log
-    scale."""
+    """Returns `num` sizes from `first` to `last`, evenly spaced on a log scale and
+    rounded to multiples of 1024."""
     ratio = (last / first) ** (1 / (num - 1))
     return tuple(round(first * ratio**n / 1024) * 1024 for n in range(num))
 
@@ -159,7 +158,9 @@ layers (`_ahead`)."""
 def measure_devices(
     devices: Sequence[Any], sizes: BenchmarkSizes | None = None
 ) -> Calibration:
-    """Measures devices, all at once, and fits the planner's scalars.
+    """Measures the local devices and fits the scalars of the planner's cost model.
+
+    All devices run each benchmark at the same time, as in a training step.
 
     In a job of several processes, every process must call this function with
     `jax.devices()`.
@@ -218,9 +219,10 @@ def _say(text: str) -> None:
 def _compute(
     devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
 ) -> tuple[DeviceType, dict[str, CalibrationFit]]:
-    """Measures all operations but collectives, and fits the device to their times.
+    """Times all operations but collectives, and fits the scalars of the device.
 
-    Memory is fitted first, because its bandwidth bounds matmuls of few rows.
+    Returns the device with the fitted scalars, and each fit by name. Memory is fitted
+    first, because its bandwidth bounds matmuls of few rows.
     """
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))
     _say("memory ...")
@@ -322,11 +324,11 @@ def _matmuls(
 def _collectives(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[CollectiveTime]:
-    """Times every kind and size of collective, in groups of every size to measure.
+    """Times each kind of collective at each size, on one level of the fabric.
 
-    The loop over sizes is outermost, so that a slow phase of the machine affects all
-    kinds. In jobs of several processes with `sizes.behind` above 0, frequent kinds
-    (`_OFTEN`) are timed after matmuls, as in a step.
+    Each is timed in groups of the sizes that `_group_sizes` chooses; neighbours in a
+    group are `inner` devices apart. In jobs of several processes with `sizes.behind`
+    above 0, the kinds in `_OFTEN` are timed after matmuls, as in a step.
     """
     groups = _group_sizes(level.size)
     meshes = [microbenchmarks.make_mesh(devices, inner, members) for members in groups]
@@ -353,9 +355,9 @@ def _collectives(
 def _in_step(
     mesh: Any, kind: CollectiveKind, members: int, sizes: BenchmarkSizes
 ) -> list[CollectiveTime]:
-    """Times every size of one kind of collective after matmuls.
+    """Times one kind of collective after matmuls, at every size in `sizes.collectives`.
 
-    A size whose time would be 0 or less, because of noise, is timed alone.
+    If noise makes the time of a size 0 or less, the collective is timed alone.
     """
     found = microbenchmarks.behind_s(
         mesh, sizes.collectives, _OF_SIZES, kind, sizes.behind
@@ -376,10 +378,10 @@ def _in_step(
 def _behind(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[SyncSkewTime]:
-    """Times all-reduces after matmuls.
+    """Times all-reduces that follow matmuls, to fit how long processes wait to meet.
 
-    Times nothing if `sizes.meeting` is empty, or in a job of one process, because the
-    cost model has no term for waits between the threads of one process.
+    Returns [] if `sizes.meeting` is empty. Returns [] in a job of one process, because
+    the cost model has no term for waits between the threads of one process.
     """
     if jax.process_count() == 1 or not sizes.meeting:
         return []
@@ -397,9 +399,9 @@ def _behind(
 def _ahead(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[PrefetchTime]:
-    """Times gathers of parameters beside layers.
+    """Times gathers of parameters that run while earlier layers compute.
 
-    Times nothing in a job of one process, or if `sizes.ahead` is empty.
+    Returns [] in a job of one process, or if `sizes.ahead` is empty.
     """
     if jax.process_count() == 1 or not sizes.ahead:
         return []

@@ -1,12 +1,12 @@
 """Times single operations on the local devices: matmuls, convolutions, collectives.
 
 All devices run an operation at once, as in a step, so times include contention for
-shared cores and buses. An operation runs many times in a loop of one program. `timed`
-subtracts the time of a program with one turn, so the host's time to start a program
-does not count. Convolutions are timed without a loop. In a job of several processes,
-all processes make the same calls and begin a program together. The time of the last
-process to end counts: if processes share cores, the first process to end had more than
-its share.
+shared cores and buses. An operation runs many times (turns) in a loop of one program.
+`timed` subtracts the time of a program with one turn, so the host's time to start a
+program does not count. Convolutions are timed without a loop. In a job of several
+processes, all processes make the same calls and begin a program together. The time of
+the last process to end counts: if processes share cores, the first process to end had
+more than its share.
 """
 
 import math
@@ -58,16 +58,17 @@ class BenchmarkPace:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedProgram:
-    """Seconds of one turn of a loop, and seconds (`dispatch_s`) to start a program."""
+    """Seconds of one iteration of a timed loop, and seconds (`dispatch_s`) to start the
+    program."""
 
     seconds: float
     dispatch_s: float
 
 
 def make_mesh(devices: Sequence[Any], inner: int, group: int) -> Mesh:
-    """Makes a mesh (outer, group, inner) of `devices`.
+    """Makes a mesh of `devices` with the axes "outer", "group" and "inner".
 
-    Neighbours in a group are `inner` devices apart.
+    The axis "group" has `group` devices, `inner` positions apart in `devices`.
     """
     shape = (-1, group, inner)
     return Mesh(np.array(devices).reshape(shape), ("outer", "group", "inner"))
@@ -139,8 +140,11 @@ def timed(
 
 
 def _turns(run: Callable[[int], float], budget_s: float) -> int:
-    """Finds a number of turns that takes at least `budget_s` seconds; at most
-    `MOST_TURNS`, and equal on all processes."""
+    """Finds a number of turns that takes at least `budget_s` seconds.
+
+    The number is equal on all processes, and at most `MOST_TURNS` even if these take
+    fewer seconds.
+    """
     turns = 2
     while True:
         seconds = run(turns)

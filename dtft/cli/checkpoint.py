@@ -1,6 +1,7 @@
 """`dtft checkpoint ls|show|verify|export`, on a storage directory or on a live job.
 
-Each command makes a record of plain values (`--json`), and text lines from this record.
+Each command makes a record, a dict of values that JSON can hold. It prints the record
+with `--json`, otherwise text lines made from the record.
 """
 
 import contextlib
@@ -175,7 +176,11 @@ def _host_lines(record: Record) -> list[str]:
 
 
 def verify_record(state: "JobState") -> Record:
-    """Makes `job_record` with each host's `copies_read`, `bytes_read` and `seconds`."""
+    """Converts the state of a live job after a verification into a record.
+
+    The record is that of `job_record`. Each host in it also has `copies_read`,
+    `bytes_read` and `seconds`.
+    """
     record = job_record(state)
     for told, host in zip(record["hosts"], state.hosts, strict=True):
         told["copies_read"] = host.copies_read
@@ -188,8 +193,8 @@ def verify_lines(record: Record) -> tuple[list[str], bool]:
     """Formats a verification as lines; also returns whether it succeeded.
 
     A verification succeeded if there is a commit, some bytes were read, no copy is
-    corrupt, all hosts answered, and every commit is healthy. A commit of which a host
-    dropped copies before reading them need not be healthy.
+    corrupt, all hosts answered, and every commit is healthy. Commits are not counted
+    if a host dropped copies of them before it had read these copies.
     """
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
@@ -249,12 +254,15 @@ def show(source: "CheckpointFlags", step: int | None) -> int:
     """Runs `dtft checkpoint show`: prints one step; returns the exit code 0.
 
     Prints the leaves of a stored step, or the slices of a live job's step with the
-    hosts that have copies. Raises as `ls`, and a ValueError if there is no such step or
-    the stored step is damaged.
+    hosts that have copies.
 
     Args:
         source: the directory or the live job.
         step: the step; None: the newest.
+
+    Raises:
+        ValueError: as `ls`; or there is no such step, or the stored step is damaged.
+        FileNotFoundError: the directory does not exist.
     """
     on_job = partial(_show_job, step=step)
     return _answer(source, partial(_show_directory, step=step), on_job)
@@ -265,9 +273,6 @@ def verify(
 ) -> int:
     """Runs `dtft checkpoint verify`: reads all bytes and compares their digests.
 
-    Raises as `ls`, and a ValueError if `rate` is given for a directory, or if the
-    directory lacks the step.
-
     Args:
         source: the directory or the live job.
         step: step of the directory; None: all steps. Not used for a live job.
@@ -277,6 +282,11 @@ def verify(
 
     Returns:
         The exit code: 0 if all is right, else 1.
+
+    Raises:
+        ValueError: as `ls`; or `rate` is given for a directory, or the directory lacks
+            the step.
+        FileNotFoundError: the directory does not exist.
     """
     if rate and source.directory:
         raise ValueError(
@@ -290,12 +300,19 @@ def verify(
 def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
     """Runs `dtft checkpoint export`; returns the exit code 0.
 
-    Copies a stored step to the directory `to`. A live job writes its next commit to its
-    storage. A job whose processes the user starts (--serve-only) writes its newest
-    commit.
+    With a directory, copies a stored step to the directory `to`. With a live job, makes
+    the job write its next commit to its storage. A job whose processes the user starts
+    (--serve-only) writes its newest commit instead.
 
-    Raises as `ls`, and a ValueError if `to` is missing for a directory, if `to` or
-    `step` is given for a job, or if the step cannot be copied or written.
+    Args:
+        source: the directory or the live job.
+        step: the stored step; None: the newest. Not allowed for a live job.
+        to: the directory to copy to. Not allowed for a live job.
+
+    Raises:
+        ValueError: as `ls`; or `to` is missing for a directory, `to` or `step` is given
+            for a job, or the step cannot be copied or written.
+        FileNotFoundError: the directory does not exist.
     """
     on_directory = partial(_export_directory, step=step, to=to)
     return _answer(source, on_directory, partial(_export_job, step=step, to=to))
@@ -476,7 +493,8 @@ def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed
 
 
 class _Progress:
-    """Prints how many bytes a job's hosts have read, at most once in `PROGRESS_S`."""
+    """Prints how many bytes a job's hosts have read, at most every `PROGRESS_S`
+    seconds."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[int, int]] = {}
@@ -530,9 +548,9 @@ def _observer(job: "JobFlags") -> "Iterator[Observer]":
 
 
 def _use_cpu() -> None:
-    """Makes JAX use the CPU and allow 64-bit values; hides messages of Orbax.
+    """Makes JAX use the CPU and allow 64-bit values; hides needless messages.
 
-    Hides Orbax's log lines below ERROR, and the tracebacks that `_without_echoes`
+    Orbax's log lines below ERROR are hidden, and the tracebacks that `_without_echoes`
     drops.
     """
     import jax

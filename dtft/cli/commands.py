@@ -64,7 +64,7 @@ class RunFlags:
         _check_counts(min_replicas=self.min_replicas)
 
     def keys(self) -> list[str]:
-        """Returns the given flags as words that set the config's keys."""
+        """Returns the given flags as command-line words that set keys of the config."""
         words: list[str] = []
         if self.hosts is not None:
             words += ["--cluster.hosts", str(self.hosts)]
@@ -418,7 +418,7 @@ class ScaleCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainCommand:
-    """Take a host out of a live job: another host takes its slot, its agent ends.
+    """Take a host out of a live job: another host takes its slot, and its agent ends.
 
     On CPU no other trainer is restarted. No step is lost. If the host leads the job,
     another host leads it from then on. A signal to the host's agent (Ctrl-C, SIGTERM)
@@ -473,15 +473,15 @@ class CheckpointShowCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVerifyCommand:
-    """Read all bytes again and compare digests; of a live job all hosts' copies."""
+    """Read all bytes and compare their digests; for a live job, on all its hosts."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None
     """Step of DIR; default: all steps."""
     rate: Annotated[int, _told("BYTES_PER_S")] = 0
-    """Of a live job: bytes per second that each host may read; 0: no limit."""
+    """For a live job: bytes per second that each host may read; 0: no limit."""
     timeout: _Seconds = 600.0
-    """Of a live job: limit of each host in seconds, plus the time that --rate needs."""
+    """For a live job: limit for each host in seconds, without the time for --rate."""
 
     def run(self) -> int:
         """Verifies the copies; returns the exit code.
@@ -577,7 +577,7 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictCommand:
-    """Predict time and memory of a table of layouts."""
+    """Predict step time and memory of the training runs in a table."""
 
     rows: Annotated[Positional[str], _told("ROWS.csv")]
     """Table with the columns of experiments/data/megatron_a100.csv, and others that
@@ -597,7 +597,7 @@ class PredictCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateCommand:
-    """Measure this machine for the planner."""
+    """Measure the speed of this machine's devices, for the planner's predictions."""
 
     out: _File = ""
     """File to write the calibration to."""
@@ -606,7 +606,7 @@ class CalibrateCommand:
     runs: Annotated[tuple[str, ...] | None, _told("LOG [LOG ...]")] = None
     """Correct the calibration by past runs: plan_times.jsonl of their directories."""
     devices: _CountOrNone = None
-    """Number of devices (on CPU this number is made); default: all."""
+    """Number of devices to measure (on CPU, JAX makes this many); default: all."""
 
     def run(self) -> int:
         """Measures and writes the calibration; returns the exit code."""

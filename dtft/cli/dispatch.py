@@ -137,9 +137,10 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 
 
 def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
-    """Gives each flag in `bare` its value there, unless a number follows the flag.
+    """Yields the words, with a value for each flag in `bare` that has none.
 
-    tyro does not support flags with an optional value.
+    A flag has a value if the next word is a number. Otherwise it gets the value that
+    `bare` has for it. tyro does not support flags with an optional value.
 
     >>> list(_in_full(["--verify", "x", "--verify", "2"], {"--verify": "4"}))
     ['--verify=4', 'x', '--verify', '2']

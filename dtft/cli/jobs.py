@@ -217,9 +217,10 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
 
 
 def can_swap(cluster: ClusterConfig) -> bool:
-    """Whether trainers keep their processes when a host is lost.
+    """Whether trainers can keep their processes when another host is lost (hot swap).
 
-    They cannot on TPUs, whose JAX processes form one mesh in their life.
+    False if the config switches it off. False on TPUs, where a JAX process can join
+    only one mesh in its life.
     """
     return cluster.hot_swap and (
         cluster.devices_per_host > 0 or find_spec("libtpu") is None

@@ -121,12 +121,12 @@ def reduce_in_backward(
 ) -> Any:
     """Returns the parameters unchanged; reduces their gradients in the backward pass.
 
-    The backward pass gets one reduction for each leaf, between the backward operations
-    of the layer that follows and of the layer that precedes. Apply the function to each
-    layer's parameters at their use. Apply the function to a leaf with two uses once,
-    before both uses, so that the gradient is complete. For stacked layers apply the
-    function inside the body of the scan (also under `jax.checkpoint`), otherwise the
-    reduction waits for the whole backward scan:
+    The backward pass gets one reduction for each leaf, as soon as the leaf's gradient
+    is computed and before the backward operations of earlier layers. Apply the function
+    to each layer's parameters where they are used. If a leaf is used twice, apply the
+    function once, before both uses, so that the gradient is complete. For stacked
+    layers, apply the function inside the body of the scan (also under
+    `jax.checkpoint`); outside, the reduction would wait for the whole backward scan:
 
         def body(h, layer):
             layer = reduce_in_backward(layer, "replica")

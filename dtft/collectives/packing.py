@@ -41,8 +41,8 @@ def pack_lower(matrix: Array) -> Array:
     """Packs the lower triangle (diagonal included) of each matrix into a vector.
 
     Args:
-        matrix: [..., n, n], any dtype, symmetric or lower triangular by the caller's
-            declaration. Elements above the diagonal are not used.
+        matrix: [..., n, n], any dtype, assumed to be symmetric or lower triangular.
+            Elements above the diagonal are not used.
 
     Returns:
         [..., n(n+1)/2], the same dtype and exactly the same values (-0 may become 0).

@@ -16,10 +16,11 @@ ValueAndGradients = tuple[Any, Any]
 def over_shares(
     local: Callable[[Any, Any], Any], mesh: Mesh, axis_name: str, out: PartitionSpec
 ) -> Callable[[Any, Any], Any]:
-    """Maps `local(params, batch)` over the axis: parameters replicated, rows divided.
+    """Returns `local(params, batch)` mapped over a mesh axis with `jax.shard_map`.
 
-    `out` is the PartitionSpec of every result. The mapped function raises a ValueError
-    if the rows (dim 0) of a leaf of `batch` cannot be divided evenly.
+    `params` are replicated over the axis; the rows (dim 0) of each leaf of `batch` are
+    divided. `out` is the PartitionSpec of every result. The mapped function raises a
+    ValueError if the rows of a leaf cannot be divided evenly.
     """
     # With check_vma=True autodiff would sum the gradients of replicated parameters.
     mapped = jax.shard_map(

@@ -267,8 +267,8 @@ class ClusterConfig:
     """Whether the trainers of other hosts keep their processes when a host is lost
     (CPU and GPU; not TPU); False: all trainers restart."""
     failure_budget: int = 2
-    """The job ends when the same exception has occurred this many times without a
-    commit beyond its step in between."""
+    """The job ends when the same exception has occurred this many times, and in between
+    no step after that of the exception was committed."""
 
     def __post_init__(self) -> None:
         if self.failure_budget < 1:

@@ -199,7 +199,11 @@ def parse_experiment(
 
 
 def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
-    """Replaces former names of optimizer keys on a command line; prints warnings."""
+    """Returns the command-line words with old names of optimizer keys replaced.
+
+    Prints a warning to stderr for each old name (see `renamed_fields`). `default` is
+    the config's experiment.
+    """
     former = getattr(default.optim, "former_fields", {})
     found = list(words)
     for at, word in enumerate(found):
@@ -291,7 +295,8 @@ def to_json(experiment: Experiment) -> str:
 def diff_configs(old: str, new: str) -> list[str]:
     """Lists the keys whose values differ between two configs, with both values.
 
-    The configs are texts of `to_json`. Former class names count as today's names.
+    The configs are texts of `to_json`. Class names of old dtft versions count as
+    today's names.
 
     >>> diff_configs('{"optim": {"b1": 0.9}}', '{"optim": {"b1": 0.8}}')
     ['optim.b1: 0.9 -> 0.8']
@@ -309,9 +314,10 @@ def shape_relevant(resolved: str) -> str:
 
     The part has the format's version, the model, the data with its identity and batch,
     the class of the optimizer, the seed and the number of pipeline stages. With two
-    stages or more it also has their layers, and if replicas exchange moments, the keys
-    of optim.sync. The sizes of the other mesh axes may differ, because a state can be
-    restored onto another mesh unless it has an array that differs per replica.
+    stages or more it also has the layers of the stages. If replicas exchange moments,
+    it also has the keys of optim.sync. Sizes of the other mesh axes are left out,
+    because a state can be restored onto another mesh unless it has an array that
+    differs per replica.
     """
     flat = _read(resolved)
     kept = {
@@ -407,7 +413,10 @@ def _name(kind: type) -> str:
 
 
 def _read(resolved: str) -> dict[str, Any]:
-    """Parses the JSON of a config into a dict by dotted key; renames former classes."""
+    """Parses the JSON of a config into a dict by dotted key.
+
+    Class names of old dtft versions are replaced by today's names.
+    """
     flat = _flat(json.loads(resolved))
     for key, value in flat.items():
         if key.endswith(".class"):

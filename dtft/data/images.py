@@ -301,7 +301,7 @@ class SyntheticImages:
     num_threads = 1
 
     def __init__(self, config: SyntheticImagesConfig, number: int) -> None:
-        """Makes the block of noise from a fixed seed; `number` counts the samples."""
+        """Makes the block of noise from a fixed seed, for `number` samples."""
         import numpy as np
 
         self._config, self._number = config, number

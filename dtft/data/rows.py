@@ -243,8 +243,9 @@ class Source:
 
         Args:
             samples: the data set.
-            shuffle_seed: seed of the order. Every epoch has another order, and there is
-                no last epoch. None: row i is sample i, and there is one epoch.
+            shuffle_seed: seed of the order of rows. Every epoch has a different order,
+                and epochs follow without end. None: row i is sample i, and there is
+                only one epoch.
         """
         self._columns = samples if isinstance(samples, dict) else None
         self._reader = None if isinstance(samples, dict) else samples

@@ -32,13 +32,16 @@ Span = tuple[float, float]
 
 
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
-    """Returns the record fields of a stop, cut or pause; {} for other faults.
+    """Returns the record's entries for a fault that lasts; {} for other faults.
 
-    `until`: wall-clock time at which the fault was undone. `stopped_s`: seconds from
-    the fault until then. Both are None if the fault was not undone. `killed_after_s`:
-    seconds from the fault until all processes that it stopped had ended; missing if
-    some had not. `steps_per_s`, `steps_per_s_during`: steps per second before and
-    during a `pause-store`.
+    Faults that last are the kinds in `INTERRUPTIONS`, such as stops, cuts and pauses.
+
+    Returns:
+        `until`: wall-clock time at which the fault was undone. `stopped_s`: seconds
+        from the fault until `until`. Both are None if the fault was not undone.
+        `killed_after_s`: seconds from the fault until all processes that it stopped had
+        ended; missing if some had not. `steps_per_s`, `steps_per_s_during`: steps per
+        second before and during a `pause-store`; missing for other kinds.
     """
     if strike.fault.kind not in INTERRUPTIONS:
         return {}
@@ -57,12 +60,15 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
 def agents(
     faulted: Path, injected: Sequence[InjectedFault]
 ) -> dict[str, dict[str, Any]]:
-    """Maps host to the longest call of its agent's event loop (see `longest_call`).
+    """Maps each host to the longest call of its agent's event loop (`longest_call`).
 
-    Time in which a fault had stopped the agent does not count. Agents write
-    `loop-HOST.json` when they end. A host whose file is missing or unreadable is left
-    out. The file has the `host` and its longest `calls`. A call has `what`, `seconds`,
-    and `at`, the wall-clock time of its start.
+    Time in which a fault had stopped the agent does not count. The calls are read from
+    the file `loop-HOST.json`, which an agent writes when it ends. A host whose file is
+    missing or unreadable is left out.
+
+    Args:
+        faulted: directory of the run with faults.
+        injected: the faults of this run.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(faulted.glob("loop-*.json")):
@@ -85,10 +91,16 @@ def _stops(host: str, injected: Sequence[InjectedFault]) -> list[Span]:
 def longest_call(
     calls: Sequence[dict[str, Any]], stops: Sequence[Span]
 ) -> dict[str, Any]:
-    """Finds an event loop's longest call, without the time its process was stopped.
+    """Finds the longest call of an event loop, without the time in `stops`.
 
-    Returns its seconds as `longest_call_s`, and `what`. Without calls these are 0 and
-    "".
+    Args:
+        calls: `what` was called, the `seconds` of the call, and `at`, the wall-clock
+            time of its start.
+        stops: spans of time in which the process of the event loop was stopped.
+
+    Returns:
+        The call's seconds as `longest_call_s`, and its `what`. Without calls these are
+        0 and "".
 
     >>> calls = [{"what": "tick", "seconds": 10.5, "at": 100.25},
     ...          {"what": "view", "seconds": 0.75, "at": 90.0}]
@@ -107,10 +119,10 @@ def longest_call(
 
 
 def interruption_lines(record: dict[str, Any]) -> list[str]:
-    """Formats the stops, cuts and pauses of a drill's record as lines.
+    """Formats a record's faults that last, such as stops and pauses, one per line.
 
-    Further lines have the longest event-loop call of all agents, and the leftovers on
-    the machine.
+    A further line has the longest event-loop call of all agents. Each leftover of the
+    run on the machine has a line too.
     """
     said = []
     for entry in record["faults"]:
@@ -150,7 +162,7 @@ Record = dict[str, Any]
 
 
 def _whom(fault: str) -> str:
-    """Names what a fault without hosts hits.
+    """Names the target of a fault that hits no host, such as the store.
 
     >>> _whom("full-storage@20:5"), _whom("pause-store@3:2")
     ('storage', 'the store')
@@ -160,13 +172,16 @@ def _whom(fault: str) -> str:
 
 
 def attempts(directory: Path) -> list[Record]:
-    """Lists the attempts of a run with load balancing, one per start of trainers.
+    """Lists the attempts of a run with load balancing; [] for a run without it.
 
-    The list is empty for a run without load balancing. `step`: the step that the
-    attempt restored. `shares`: microbatches of each replica when the attempt began.
-    `replayed`: whether these shares were in force at `step`; also true if the number of
-    replicas changed. `unknown`: the replicas without measured times when the attempt
-    began. `found`: the shares at the end of the attempt.
+    Each start of the trainers begins an attempt.
+
+    Returns:
+        For each attempt: `step`: the step that the attempt restored. `shares`:
+        microbatches of each replica when the attempt began. `replayed`: whether these
+        shares were in force at `step`; also true if the number of replicas changed.
+        `unknown`: the replicas without measured times when the attempt began. `found`:
+        the shares at the end of the attempt.
     """
     path = directory / BALANCE_FILE
     lines = path.read_text().splitlines() if path.exists() else []
@@ -243,12 +258,18 @@ first, last step). The epoch is (generation, attempt)."""
 
 
 def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
-    """Lists the restores onto another mesh, with committed and restored digests.
+    """Lists the restores of the faulted run onto another mesh, with digests of states.
 
-    `control_root` is the digest over the undisturbed run's state at the restored step.
-    The field is None if the faulted run had changed its mesh before, or if the
-    undisturbed run did not commit the step. `bit_exact`: whether all known digests are
-    equal and no leaf differs.
+    Args:
+        control: directory of the undisturbed run.
+        events: events of the faulted run.
+
+    Returns:
+        The fields of each event "resized", and: `hosts`: the numbers of hosts before
+        and after. `control_root`: the digest over the undisturbed run's state at the
+        restored step; None if the faulted run had changed its mesh before, or if the
+        undisturbed run did not commit the step. `bit_exact`: whether all known digests
+        are equal and no leaf differs.
     """
     roots = {
         event["step"]: event.get("root")
@@ -318,7 +339,10 @@ def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
 
 
 def resize_lines(record: dict[str, Any]) -> list[str]:
-    """Formats a record's changes of the number of hosts, and its losses, as lines."""
+    """Formats each change of the number of hosts as a line, and the losses as another.
+
+    The losses are those that `compare_losses` has compared, if any.
+    """
     lines = []
     for it in record["resized"]:
         how = "equal bit for bit to" if it["bit_exact"] else "DIFFERENT from"
@@ -393,7 +417,10 @@ def judge(
 
 
 def is_good(record: dict[str, Any]) -> bool:
-    """Whether a record passes all checks; `judge` checks that all faults happened."""
+    """Whether a drill's record passes all checks.
+
+    Whether all faults have happened is not in the record: `judge` checks it.
+    """
     same_state = record["bit_identical"]
     if record["resized"] or record["shares"]:
         exact = all(it["bit_exact"] for it in record["resized"])
@@ -495,10 +522,15 @@ def _gap_s(recovery: dict[str, Any], events: Events) -> float | None:
 
 
 def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Finds time and bytes of the re-replication after a recovery.
+    """Finds how long the copying of state took that followed a recovery.
 
-    `healthy` tells whether all requested copies were then in separate failure domains.
-    The values are None, 0 and None if the copies never became complete.
+    After a recovery, hosts copy slices of the state until each slice has enough copies
+    again (re-replication).
+
+    Returns:
+        `replicated_s`: seconds until the copies were complete. `bytes_re_replicated`:
+        the bytes copied. `healthy`: whether all requested copies were then in separate
+        failure domains. These are None, 0 and None if the copies never became complete.
     """
     epoch = recovery["generation"], recovery["attempt"]
     for event in events:
@@ -544,10 +576,11 @@ def _outage(strike: InjectedFault, events: Events) -> dict[str, int]:
 def surviving_segments(
     events: Events, last: int
 ) -> list[tuple[tuple[int, int], int, int]]:
-    """Lists the steps of each attempt that no later attempt repeats.
+    """Lists for each attempt the steps that no later attempt repeats.
 
-    Each entry is (epoch, step before the first, last step), where the epoch is
-    (generation, attempt).
+    A later attempt repeats the steps after the one that it restores. `last` is the last
+    step of the run. Each entry is (epoch, step before the first, last step), where the
+    epoch is (generation, attempt).
 
     >>> one = {"event": "assignment", "generation": 1, "attempt": 1, "step": 0}
     >>> two = {"event": "assignment", "generation": 2, "attempt": 1, "step": 7}

@@ -210,8 +210,11 @@ def check_deletable(directory: Path, flag: str) -> None:
 
 
 def _is_made(directory: Path) -> bool:
-    """Whether a drill made a directory; before 2026-11-26 drills left no `_MADE`, but
-    only they logged samples without tensorboard."""
+    """Whether a drill made a directory.
+
+    Drills before 2026-11-26 left no file `_MADE`. A directory without this file counts
+    as made by a drill if its config logs samples but no TensorBoard.
+    """
     if (directory / _MADE).exists():
         return True
     try:

@@ -1,6 +1,6 @@
 """Random schedules of faults for `dtft soak`, each made from one seed.
 
-Pure: the same seed, job and allowed kinds give the same schedule on every machine.
+The same seed and job give the same schedule on every machine.
 """
 
 import random
@@ -13,21 +13,22 @@ STEADY = (
     *("stop-trainer", "cut", "corrupt", "fail", "drain"),
     *("full-storage", "readonly-storage", "full-memory"),
 )
-"""Kinds of faults after which the number of replicas is that of before."""
+"""Kinds of faults that do not change the job's number of replicas."""
 _MOMENTS = (None, None, None, "compute", "collective", "replicate", "commit", "export")
-"""Phases of a fault, each as likely; None: at a random moment of a step."""
+"""Phases of a step in which a fault may strike, equally likely; None: a random moment
+of the step."""
 _SECONDS = (2, 3, 5, 8, 12, 20, 30)
 _FOR_EVER = 0.2
 """Probability that a stop or a cut has no end."""
 _DURING_RECOVERY = 0.35
-"""Probability that a fault strikes during the recovery from the one before."""
+"""Probability that a fault strikes during the recovery from the previous fault."""
 _WITH_PHASE = ("kill-host", "kill-trainer", "kill-leader", "kill-spare", "stop-host")
-"""Kinds that are given a phase."""
+"""Kinds of faults that may be given one of `_MOMENTS`, or the phase "recovery"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SoakedJob:
-    """What a schedule must know of the job."""
+    """The properties of a job on which its random faults depend."""
 
     slots: int
     spares: int
@@ -41,8 +42,9 @@ class SoakedJob:
 def schedule(seed: int, job: SoakedJob) -> tuple[str, ...]:
     """Draws one to three faults, in the notation of `dtft drill --fault`.
 
-    At most one fault is a `fail`. A `corrupt` is followed by a kill. The first fault
-    strikes after a tenth of the steps, the last before three quarters of them.
+    At most one fault is a `fail`. Each `corrupt` is followed by a `kill-host` at the
+    same step, which makes one more fault. All steps lie between a tenth and three
+    quarters of the job's steps.
 
     >>> schedule(3, SoakedJob(slots=3, spares=1, steps=100)) == schedule(
     ...     3, SoakedJob(slots=3, spares=1, steps=100)

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from dtft.cli import SoakCommand
 
 CLOSING_S = 120.0
-"""Seconds beyond the limits of both runs after which a drill is ended."""
+"""Seconds that a drill may take beyond the time limits of its two runs."""
 MEMORY_MIB = 512
 """Size of the shared memory of an episode's hosts together."""
 _TRACEBACK = "Traceback (most recent call last)"
 _INTENDED = "drill: fail at step"
-"""In a traceback that a fault of kind `fail` has caused."""
+"""Text in every traceback that a fault of kind `fail` causes."""
 
 Episode = dict[str, Any]
 """Record of one episode; see `judged_episode`."""
@@ -88,10 +88,10 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
 
 
 def soaked_job(experiment: Experiment, spares: int, sizes: Sequence[int]) -> SoakedJob:
-    """Returns what schedules must know of a job.
+    """Returns the properties of a job on which its random faults depend.
 
-    Cuts are left out if this process cannot make network namespaces, and faults of
-    directories if it cannot mount file systems.
+    The faults exclude cuts if this process cannot make network namespaces, and full or
+    read-only directories if it cannot mount file systems.
 
     Args:
         experiment: the experiment.
@@ -119,7 +119,11 @@ def _can(check: Callable[[], None]) -> bool:
 
 @contextlib.contextmanager
 def _memory(root: Path, job: SoakedJob) -> Iterator[list[str]]:
-    """Makes shared memory that a fault can fill; yields the flags that name it."""
+    """Mounts a small memory file system that the fault `full-memory` can fill.
+
+    Yields the flags that make a run use it; [] if the job has no such fault. Unmounts
+    the file system at the end.
+    """
     if "full-memory" not in job.kinds:
         yield []
         return
@@ -130,7 +134,10 @@ def _memory(root: Path, job: SoakedJob) -> Iterator[list[str]]:
 def _episode(
     options: "SoakCommand", words: list[str], job: SoakedJob, number: int, root: Path
 ) -> Episode:
-    """Runs one drill in a process of its own, and judges it."""
+    """Runs one drill in a new process; returns and prints its result.
+
+    If the episode failed, the files of its faulted run are kept in `episode-NUMBER`.
+    """
     seed = options.seed + number
     faults = schedule(seed, job)
     begun = time.monotonic()
@@ -193,20 +200,21 @@ def judged_episode(
     record: dict[str, Any],
     traced: Sequence[str],
 ) -> Episode:
-    """Makes the record of an episode.
-
-    `passed`: whether the drill's checks hold and no log has an unexpected traceback. A
-    fault that was still to come when the job ended is no failure. `expects_bits`:
-    whether the final state must equal that of the undisturbed run bit for bit. `wrong`:
-    whether the job ended with another state or other samples. `hung`: whether the job
-    did not end in time.
+    """Makes the record of an episode from the record of its drill.
 
     Args:
         number: the episode's number, from 0.
-        seed: seed of its schedule.
-        faults: the schedule.
-        record: the record of its drill.
+        seed: seed of its faults.
+        faults: the faults.
+        record: the record of the drill.
         traced: names of logs with an unexpected traceback.
+
+    Returns:
+        The record. `passed`: whether the drill's checks hold and no log has an
+        unexpected traceback, even if the job ended before some faults. `expects_bits`:
+        whether the final state must equal that of the undisturbed run bit for bit.
+        `wrong`: whether the job ended with another state or other samples. `hung`:
+        whether the job did not end in time.
     """
     expects_bits = not (record["resized"] or record["shares"])
     curve = record.get("loss_curve", {"within_tolerance": False})
@@ -248,9 +256,10 @@ def judged_episode(
 
 
 def tracebacks(logs: Path, faults: Sequence[str]) -> list[str]:
-    """Names the logs of a directory that have a traceback which no fault explains.
+    """Lists the log files in `logs` that have an unexpected traceback.
 
-    A `fail` explains that of its exception, and a fault of storage those of exporters.
+    Expected are the traceback that a `fail` raises in a trainer and, with a fault of
+    storage, all tracebacks in logs of exporters.
     """
     of_storage = any(kind.endswith("-storage") for kind in kinds_of(faults))
     found = []
@@ -264,10 +273,11 @@ def tracebacks(logs: Path, faults: Sequence[str]) -> list[str]:
 
 
 def sums(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Sums up episodes.
+    """Counts the episodes, their results and their recoveries.
 
-    `gaps_s` maps a rung to the (median, largest) gap between the commits before and
-    after a recovery, in seconds.
+    `rungs` maps a rung (how far a recovery had to go, 0 to 3) to its number of
+    recoveries. `gaps_s` maps a rung to the (median, largest) gap between the commits
+    before and after a recovery, in seconds.
     """
     recoveries = [one for episode in episodes for one in episode["recoveries"]]
     gaps: dict[int, list[float]] = {}
@@ -293,7 +303,7 @@ def sums(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def line_of(episode: Episode) -> str:
-    """Formats an episode as a line."""
+    """Formats an episode as a line: seed, faults, rungs of recoveries, result."""
     verdict = "passed" if episode["passed"] else f"FAILED: {'; '.join(episode['why'])}"
     rungs = ", ".join(str(one["rung"]) for one in episode["recoveries"]) or "none"
     return (
@@ -304,7 +314,7 @@ def line_of(episode: Episode) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Formats the sums of episodes as lines."""
+    """Formats the result of `sums` as two lines: the episodes, and the recoveries."""
     gaps = [
         f"rung {rung}: {found['rungs'][rung]} with a gap of {middle:.2f} s, at most "
         f"{largest:.2f} s"
@@ -320,7 +330,9 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
-    """Returns the episodes that an earlier part of the same soak has written.
+    """Reads the episodes of an earlier, interrupted run of the same soak from `file`.
+
+    Returns [] if the file does not exist. `what` are the settings of the soak.
 
     Raises:
         ValueError: the file is of another soak, or cannot be parsed.

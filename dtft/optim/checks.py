@@ -1,9 +1,10 @@
 """Checks hyperparameters, parameters and gradients of optimizers.
 
-A failed check raises a ValueError. Of an array, the smallest and the largest element
-are checked. The number of a traced value (`optax.inject_hyperparams` under `jit`) is
-not known, so at most the dtype is checked. The same applies to an array of which this
-process has neither all shards nor a full copy.
+A failed check raises a ValueError. If a hyperparameter is an array, its smallest and
+its largest element are checked. Some values are not known: a traced value
+(`optax.inject_hyperparams` under `jit`), and an array that this process cannot read
+completely, because it has neither all shards nor a full copy. At most the dtype of such
+a value is checked.
 """
 
 import operator
@@ -25,8 +26,8 @@ _INJECT = (
 def numbers(name: str, value: Any) -> list[float]:
     """Returns the numbers to check: a number, or the smallest and largest of an array.
 
-    Returns an empty list for a traced value, and for an array of which this process has
-    neither all shards nor a full copy.
+    Returns an empty list for a traced value, and for an array that this process cannot
+    read completely, because it has neither all shards nor a full copy.
 
     Raises:
         ValueError: `value` is not a number or an array of numbers, or is empty.
@@ -166,7 +167,7 @@ def check_flags(**values: Any) -> None:
 
 
 def whole(name: str, value: Any) -> int | None:
-    """Returns `value` as an int; None if the number is not known (see `numbers`).
+    """Returns `value` as an int; None for a value that `numbers` cannot read.
 
     Raises:
         ValueError: `value` is not an integer; a float such as 3.0 is refused too.

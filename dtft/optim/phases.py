@@ -22,7 +22,8 @@ from dtft.optim.max_adabelief import (
 
 
 class Phases(NamedTuple):
-    """An adaptive optimizer as three pure functions, and what `direction` reads."""
+    """An adaptive optimizer as three pure functions, and the moments that `direction`
+    reads."""
 
     init: Callable[[optax.Params], Any]
     """Maps parameters (or ShapeDtypeStructs under a trace) to the first state."""

@@ -1,8 +1,8 @@
 """Places the operators of a program on nodes of different types.
 
-`place` makes tasks of a traced program, computes the seconds of each task on every node
-of a cluster, and takes the best candidate of the heuristics: earliest finish with
-transfers of inputs over the links, baselines, and moves of tasks.
+`place` divides a traced program into tasks, and computes the seconds of each task on
+every node of a cluster. Heuristics then make candidate placements
+(`find_placement`), and `place` returns the best candidate.
 """
 
 import operator
@@ -104,9 +104,9 @@ def place(
         order: order in which tasks are placed. `rank` tries orders by upward rank (the
             longest path in seconds from a task to the end of the program) and the order
             of the program; `traversal` tries only the order of the program.
-        grain: `operator`: each operator is a task; or `block`: each of a row of equal
-            layers is a task, and so is each operator outside them. A loop is never
-            split.
+        grain: `operator`: each operator is a task; or `block`: each of several
+            consecutive equal layers is a task, and so is each operator outside these
+            layers. A loop is never split.
         together: operators that stay on one node, as pairs of the first operator and
             the operator after the last.
         backward: whether the step also has the backward pass of this program. Each task

@@ -43,7 +43,7 @@ _ORDERS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Items from `start` up to, but not including, `stop` on a node."""
+    """Consecutive items on one node: from `start` up to, but not including, `stop`."""
 
     node: int
     start: int
@@ -56,9 +56,10 @@ def split(
     num_bytes: Floats | None = None,
     capacity: Floats | None = None,
 ) -> tuple[Stretch, ...] | None:
-    """Splits a row of items over nodes so that the slowest stretch takes least time.
+    """Splits a sequence of items into stretches, each of consecutive items on one node.
 
-    The split is optimal if there are few kinds of nodes (see `_MOST_STATES`).
+    Minimizes the seconds of the slowest stretch. The split is optimal if there are few
+    kinds of nodes (see `_MOST_STATES`).
 
     Args:
         seconds: `[items, nodes]`, infinite where a node cannot run an item.
@@ -192,10 +193,11 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """Finds, from each item on, the first item that a node cannot run.
+    """Returns for each item and node the first item at or after it that the node cannot
+    run.
 
     The shape is `[items + 1, nodes]`. The entry is the number of items if the node can
-    run all items from there on.
+    run all these items.
     """
     num = len(seconds)
     places = np.where(np.isfinite(seconds), num, np.arange(num)[:, None])
@@ -366,10 +368,11 @@ tasks."""
 
 
 def speed_table(problem: Problem) -> Speeds:
-    """Returns the seconds of all tasks of a kind on the fastest node of a type.
+    """Computes how fast each node type is for each kind of tasks.
 
-    Types without a node that can run all tasks of the kind are left out. A kind without
-    any type is left out too.
+    The figure is the seconds that the fastest node of the type takes for all tasks of
+    the kind. Types without a node that can run all these tasks are left out. A kind
+    without any type is left out too.
     """
     types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
     found: dict[str, dict[str, float]] = {}
@@ -419,14 +422,14 @@ Order = Literal["rank", "traversal"]
 BASELINES = ("one node", "contiguous", "random")
 _TASKS_LOOKED_AT = 20_000
 """Number of tasks that all tries of moves together schedule by default: the number of
-tries is this number divided by the number of tasks. Scheduling so many tasks takes
-about 0.5 s. With up to `_SMALL` tasks a try schedules each task several times."""
+tries is this number divided by the number of tasks. Scheduling 20,000 tasks takes about
+0.5 s. With up to `_SMALL` tasks a try schedules each task several times."""
 _SMALL = 30
 """Largest number of tasks for which `improve` simulates each move with all orders of
 `Search.orders`, and not only with one order."""
 _FEW = 20
-"""Least number of tries of moves. If `_TASKS_LOOKED_AT` allows fewer, `improve` is
-skipped unless a number of moves is given, and `squeeze` has this number of tries."""
+"""Least number of tries of moves. If `_TASKS_LOOKED_AT` allows fewer, `squeeze` has
+this number of tries, and `improve` is skipped unless a number of moves is given."""
 _DRAWS = 10
 _TRAVERSAL = "earliest finish in the order of the program"
 _STARTS = 6
@@ -449,10 +452,10 @@ class Found:
 
 
 class Search:
-    """Search over candidates of one problem; keeps the best candidate."""
+    """Makes candidate placements of a problem by several rules, and keeps the best."""
 
     def __init__(self, problem: Problem, order: Order, microbatches: int) -> None:
-        """Starts the search without candidates."""
+        """Makes no candidate yet; `order` and `microbatches` are as in `place`."""
         self.problem, self.microbatches = problem, microbatches
         self.order: Order = order
         self.best: Schedule | None = None
@@ -566,10 +569,11 @@ class Search:
         return None
 
     def contiguous(self) -> float | None:
-        """Places contiguous stretches so that the slowest stretch takes the least time.
+        """Places a contiguous stretch of the program on each node (see `split`).
 
-        Splits without memory limits first, and with them if memory does not suffice.
-        Returns the step seconds, or None if memory or kernels do not suffice.
+        The first split ignores memory limits; if it does not fit into memory, a second
+        one observes them. Returns the step seconds, or None if memory or kernels do not
+        suffice.
         """
         groups = self.problem.tasks.together
         rows = np.stack([self.problem.array[group].sum(0) for group in groups])
@@ -685,7 +689,9 @@ def find_placement(
     microbatches: int = 1,
     moves: int | None = None,
 ) -> Found | None:
-    """Finds the best placement of all rules; None if no candidate fits into memory.
+    """Makes candidate placements by all heuristics; returns the one with the best step.
+
+    Returns None if no candidate fits into memory.
 
     Args:
         problem: tasks and nodes.

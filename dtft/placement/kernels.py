@@ -1,4 +1,4 @@
-"""Kernels of devices for operators, pins of operators to nodes, and checks of names.
+"""Decides which nodes can run an operator: by the kernels of devices, and by pins.
 
 Registries (`DeviceType.kernels`, `Kernels.registered`) list the operators for which
 devices have kernels. For JAX's platforms, lowering also shows whether a kernel exists
@@ -34,8 +34,8 @@ PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Kernels of devices in addition to those that `DeviceType.kernels` lists, and the
-    operators that do not lower."""
+    """Kernels of devices beside those in `DeviceType.kernels`, and operators that JAX
+    cannot lower for a platform."""
 
     registered: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Map from a device type or platform to the operators with kernels: primitives,
@@ -44,12 +44,13 @@ class Kernels:
     """Map from a JAX platform to the numbers of operators that do not lower on it."""
 
     def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
-        """Returns whether a device has a kernel for the program's operator `number`.
+        """Whether a device has a kernel for an operator, the program's `number`-th.
 
-        A kernel in `registered` suffices. Otherwise `DeviceType.kernels` must have the
-        operator; None there means all operators on JAX's platforms, and none on the
-        platform `other`. An operator of `CUSTOM` must be listed; on JAX's platforms
-        every other operator must also lower.
+        It has one if `registered` lists the operator for the device's type or platform.
+        Otherwise `DeviceType.kernels` must list the operator. If `DeviceType.kernels`
+        is None, it counts as listing all operators but those in `CUSTOM`, or none on
+        the platform `other`. On JAX's platforms, an operator that is not in `CUSTOM`
+        must also be absent from `lacking`.
 
         >>> from dtft.planner.cluster.catalog import device_type
         >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),
@@ -79,7 +80,8 @@ class Kernels:
 
 
 def names_of(operator: Operator) -> frozenset[str]:
-    """Returns the names that registries and pins may use for an operator."""
+    """Returns an operator's names in registries and pins: primitive, kind, and word of
+    `CLASSES`."""
     words = [word for word, kind in CLASSES.items() if kind == operator.kind]
     return frozenset((operator.primitive, operator.kind, *words))
 

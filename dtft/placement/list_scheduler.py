@@ -67,7 +67,7 @@ class Line:
 
 
 class Held:
-    """Intervals of time in which nodes hold values."""
+    """The interval of time in which each node holds each value in memory."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], tuple[float, float]] = {}
@@ -99,7 +99,7 @@ class Held:
 def _peak(changes: list[tuple[float, float]]) -> float:
     """Returns the highest running sum of changes, which are pairs of time and bytes.
 
-    Of changes at the same time, decreases count first.
+    Among changes at the same time, decreases count first.
     """
     if not changes:
         return 0.0
@@ -168,7 +168,7 @@ def schedule(
 
 
 class _State:
-    """Busy times of nodes and ports, and memory of nodes, after some tasks."""
+    """State of the simulation: busy times of nodes and ports, and memory of nodes."""
 
     def __init__(self, problem: Problem, among: Sequence[int] | None) -> None:
         self.of = problem
@@ -313,9 +313,9 @@ class _State:
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:
-        """Reserves ports for the inputs that a task's node lacks, earliest ready first.
+        """Reserves ports for sending a task the inputs that its node lacks.
 
-        Returns the transfers; `run` records the arrivals.
+        The input that is ready first is sent first. Returns the transfers.
         """
         of = self.of
         missing = [
@@ -330,10 +330,11 @@ class _State:
         return [self._send(value, node, since) for since, value in missing]
 
     def _whole(self, value: int) -> int:
-        """Returns the number of the value that is held and sent in place of a value.
+        """Returns the value that a node holds and sends instead of `value`.
 
-        For a part of a gradient this is one part on the same node, to which all other
-        parts on the node are added. For any other value this is the value itself.
+        Parts of one gradient on one node are added up, and only the sum is held and
+        sent. So for a part this is the part that stands for the sum. For any other
+        value it is the value itself.
         """
         behind = self.of.sum_of[value]
         if behind < 0:
@@ -341,10 +342,10 @@ class _State:
         return self.sums.setdefault((behind, self.home[value]), value)
 
     def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
-        """Replaces the parts of a gradient (one per reader) on one node by their sum.
+        """Replaces parts of the same gradient on the same node by their sum (`_whole`).
 
-        `missing` and the result are pairs of the time when a value is ready and the
-        value's number. The sum is ready when the last part is ready.
+        `missing` and the result are pairs: the time in seconds when a value is ready,
+        and the value's number. A sum is ready when its last part is ready.
         """
         found: dict[int, float] = {}
         for since, value in missing:

@@ -1,8 +1,9 @@
 """The devices of a cluster as nodes, with the links between each pair.
 
-Each pair has seconds of an empty message, seconds per byte, and the ports of a
-transfer. Two devices communicate through the outermost level (`Level`) of the fabric on
-which their positions differ, or through the link between pools.
+Each pair of nodes has the seconds of an empty message, the seconds per byte, and the
+ports that a transfer occupies. Two devices of a pool communicate through the outermost
+level (`Level`) of the fabric on which their positions differ. Devices of different
+pools communicate through the link between pools.
 """
 
 from collections import Counter
@@ -124,7 +125,10 @@ class _Routes:
             below *= level.size
 
     def through(self, link: Link, devices: Numbers, apart: NDArray[np.bool_]) -> None:
-        """Fills the entries of the pairs marked in `apart` with figures of a link."""
+        """Sets seconds and ports of the pairs marked in `apart` to those of a link.
+
+        `apart` is a mask `[devices, devices]` over the given devices.
+        """
         curve, place = link.curve, np.ix_(devices, devices)
         each = 1 / curve.bandwidth
         empty_s = curve.latency_s + curve.half_bytes * each

@@ -14,7 +14,7 @@ Floats = NDArray[np.float64]
 
 
 class Problem:
-    """Tasks and nodes as lists of numbers, which many simulated schedules read."""
+    """Tasks and nodes as plain lists, which are fast to read in many simulations."""
 
     def __init__(
         self, tasks: Tasks, nodes: Nodes, *, frees: bool = True, copies: int = 1

@@ -196,7 +196,11 @@ def _check_picture(path: Path) -> None:
 
 
 def _check(placement: Placement) -> None:
-    """Checks lengths of fields, numbers of nodes and tasks, and `operators`."""
+    """Raises a ValueError if the fields of a placement do not fit together.
+
+    Checks the lengths of fields, that all nodes and tasks exist, and that the ranges in
+    `operators` follow each other without gaps.
+    """
     num_nodes, num_tasks = len(placement.nodes), len(placement.tasks)
     by_node = ("types", "weights", "memory_bytes", "capacity_bytes")
     by_node += ("platforms",) if placement.platforms else ()

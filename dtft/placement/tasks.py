@@ -224,11 +224,11 @@ def _made_and_read(
 def with_gradients(
     graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
 ) -> list[Passed]:
-    """Returns the values with their final `has_gradient`.
+    """Returns the values of `passed` with `has_gradient` set correctly.
 
-    A value has a gradient if it is floating or complex, and on a path from the
-    parameters to the loss (the program's first result). In `passed`, `has_gradient`
-    says only whether a value is floating or complex.
+    In `passed`, `has_gradient` only says whether a value is floating or complex. A
+    value has a gradient if it is also on a path from the parameters to the loss (the
+    program's first result).
 
     Args:
         graph: the program.
@@ -307,9 +307,9 @@ def tasks_of(
         kernels: kernels of devices, in addition to those of the device types.
         affinity: map from an operator (primitive, kind, or word of `CLASSES`) to the
             node, device type or platform that must run it.
-        grain: `operator`: each operator is a task; or `block`: each of a row of equal
-            layers is a task, and so is each operator outside them. A loop is never
-            split.
+        grain: `operator`: each operator is a task; or `block`: each of several
+            consecutive equal layers is a task, and so is each operator outside these
+            layers. A loop is never split.
         together: operators that stay on one node, as pairs of the first operator and
             the operator after the last: calls that the executor cannot cut
             (`dtft.planner.ir.uncut`).
@@ -344,10 +344,15 @@ def tasks_of(
 def _intervals(
     graph: Graph, grain: Grain, together: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Yields each task's first operator and the operator after its last, in order.
+    """Divides the program into tasks; yields for each its first operator and the
+    operator after its last.
 
-    Overlapping loops, layers and pairs of `together` become one task. Raises ValueError
-    if a pair of `together` is not within the program.
+    Each loop and each pair of `together` is one task. With grain `block`, each of
+    several consecutive equal layers is one task too. If two of these tasks overlap,
+    they are merged. Every other operator is a task.
+
+    Raises:
+        ValueError: a pair of `together` is not within the program.
     """
     joined = [loop.operators for loop in graph.loops] + [*map(tuple, together)]
     if grain == "block":
@@ -374,9 +379,9 @@ def _intervals(
 
 
 def _copies(graph: Graph) -> list[tuple[int, int]]:
-    """Returns the first operator of each equal layer, and the operator after its last.
+    """Finds equal layers; returns each one's first operator and that after its last.
 
-    If rows of equal layers overlap, only the row with the most operators counts.
+    If two sequences of equal layers overlap, only the one with more operators counts.
     """
     rows = find_repeats(graph).repeats
     taken = np.zeros(len(graph.operators), bool)
