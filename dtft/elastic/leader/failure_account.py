@@ -45,8 +45,8 @@ class FailureAccount:
 
     @property
     def quarantined(self) -> Collection[int]:
-        """The steps whose commits are no longer restored from memory, because their
-        restore failed too often."""
+        """The steps whose commits are no longer restored from memory, because restores
+        of them failed too often."""
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
