@@ -321,7 +321,7 @@ class FaultInjector(threading.Thread):
         finally:
             store.close()
         if pair is None:
-            raise RuntimeError("there is no leader to strike")
+            raise RuntimeError("no host has the leader key")
         return pair.value.decode()
 
     def _reached(self, fault: Fault) -> bool:

@@ -115,7 +115,7 @@ class Intervals:
         assert allowed is not None
         text = f"a snapshot every {interval} steps after step {after}: "
         if costs is None:
-            return text + "what a step takes without one is looked for"
+            return text + "the time of a step without a snapshot is measured next"
         part = inflation(interval, costs, allowed.maximum)
         text += (
             f"a step takes {costs.step_s * 1e3:.1f} ms, a snapshot adds "

@@ -110,7 +110,7 @@ class FailureAccount:
         if self._budget != before:
             self._records.put("budget", None, "budget", self._budget.to_json())
         if attempt.is_new_size and assignment is not None:
-            why = f"step {attempt.step} could not be trained on there"
+            why = f"training from step {attempt.step} failed"
             self._sizes.failed(assignment, why)
         if decision.message and decision.action != "end":
             self._journal.say(decision.message)

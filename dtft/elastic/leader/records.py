@@ -28,7 +28,7 @@ KEPT_COMMITS = 2
 _WAITS = {
     "commit": "training goes on, the commit waits",
     "stored": "training goes on, the number of the stored step waits",
-    "budget": "training goes on, the account of failures waits",
+    "budget": "training goes on, the counts of failures wait",
     "size": "the number of replicas waits to be recorded",
     "assignment": "training stands still, as a new assignment of slots waits",
     "result": "the job has ended, its result waits",

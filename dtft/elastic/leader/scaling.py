@@ -303,7 +303,7 @@ def serve_change(
     try:
         reply = answers.get(timeout=max(0.0, min(float(limit_s), 86400.0)))
     except queue.Empty:
-        reply = {"error": f"the job did not train so within {limit_s:.0f} s"}
+        reply = {"error": f"the job did not change within {limit_s:.0f} s"}
     channel.send(reply, timeout_s=ASK_S)
     _asked(channel)  # the caller confirms that it has the reply
 

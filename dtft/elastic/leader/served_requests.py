@@ -25,8 +25,8 @@ from dtft.elastic.leader.rendezvous_plan import Ballot, Round, causes
 from dtft.elastic.leader.reshard import NotPlanned, ReshardPlans
 
 ATTACHED = (
-    "the processes have attached again before it was written; ask again once they "
-    "have saved a step, or when they have ended"
+    "the processes have attached again before the step was written; ask again once "
+    "they have saved a step, or when they have ended"
 )
 
 
@@ -247,8 +247,8 @@ class Requests:
             why = error.partition("\n")[0][:300]
             text = (
                 f"step {step} did not reach storage in {self._directory}: {why} "
-                f"({host}). Steps stored before are as they were; the next that is due "
-                "is tried."
+                f"({host}). Steps stored before are unchanged; the next step that is "
+                "due is tried."
             )
             slots = (
                 self._rendezvous.assignment.slots if self._rendezvous.assignment else ()
