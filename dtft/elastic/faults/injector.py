@@ -82,8 +82,8 @@ class InjectedFault:
     """kill-store: last finished step when the store was killed and when it was
     restarted."""
     until: float | None = None
-    """Wall-clock time in seconds at which a stop, cut or pause was undone; None before
-    that and for other faults."""
+    """Wall-clock time in seconds at which a fault with a duration was undone; None
+    before that and for other faults."""
     gone_s: float | None = None
     """Seconds from the fault until all processes that it stopped had ended; None if
     some are alive, and for faults that stop no process."""
@@ -98,7 +98,7 @@ class InjectedFault:
 
 
 class FaultInjector(threading.Thread):
-    """Thread that plays the faults in order while a cluster runs."""
+    """Thread that carries out the faults in order while a cluster runs."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class FaultInjector(threading.Thread):
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
-        """Plays every fault in order. After an exception, stores its text in `error`
-        and undoes the stops, cuts and pauses that are in force."""
+        """Carries out every fault in order. After an exception, stores its text in
+        `error` and undoes the stops, cuts and pauses that are in force."""
         pending = list(self._faults)
         corrupting: list[Fault] = []
         try:
@@ -166,8 +166,8 @@ class FaultInjector(threading.Thread):
                 interruption.end()
 
     def stop(self) -> None:
-        """Cancels the faults that have not happened yet. Stops, cuts and pauses that
-        are in force are not undone any more."""
+        """Cancels the faults that have not happened yet. The thread then no longer
+        undoes faults that are in force."""
         self._cancelled.set()
 
     def undo_mounts(self) -> None:

@@ -1,4 +1,4 @@
-"""The kinds of faults that a drill can play, and their notation.
+"""The kinds of faults that a drill can carry out, and their notation.
 
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
@@ -70,7 +70,7 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The notation that one kind of fault allows: its WHOM and its options."""
+    """The victims (WHOM) and options that the notation of one kind of fault allows."""
 
     whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
     phase: bool = False
@@ -300,7 +300,7 @@ _AFTER_CORRUPT = ("kill-host", "kill-trainer", "kill-leader", "corrupt")
 
 
 def check_together(faults: Sequence[Fault]) -> None:
-    """Checks that one run can play these faults together.
+    """Checks that these faults can be carried out together in one run.
 
     Raises:
         ValueError: there is more than one `fail`, or a `fail` of several slots; or the

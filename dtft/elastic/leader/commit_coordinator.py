@@ -54,9 +54,9 @@ class Intervals:
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
         """Sets `reach` for the time until the first snapshot is reported.
 
-        A formation that begins from the initial state gets the config's interval, and
-        one restored from memory gets the interval in the restored commit. Otherwise
-        `reach` stays `cadence.period`, the longest.
+        A formation that begins from the initial state gets the config's interval. A
+        formation that was restored from memory gets the interval in the restored
+        commit. Otherwise `reach` stays `cadence.period`, the longest interval.
         """
         known = {commit.step: commit.interval for commit in commits}
         if assignment.source == "init":
@@ -378,13 +378,13 @@ class CommitCoordinator:
     def export_from(
         self, step: int, alive: Collection[str], held: Mapping[str, Mapping[str, bytes]]
     ) -> bool:
-        """Orders the hosts that are left to export a step.
+        """Orders the remaining hosts to export a step, after other hosts were lost.
 
         Replaces an export in progress, because some of its hosts are lost.
 
         Args:
             step: the step to export.
-            alive: the hosts that are left.
+            alive: the remaining hosts.
             held: host -> slice key -> digest, of verified slices of the step.
 
         Returns:

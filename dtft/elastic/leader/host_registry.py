@@ -144,7 +144,7 @@ class HostRegistry:
         self._drained.add(host)
 
     def keep(self, host: str) -> None:
-        """Undoes `drain`."""
+        """Undoes `drain`: the host may have a slot again."""
         self._drained.discard(host)
 
     @property
@@ -266,7 +266,7 @@ class HostMonitor:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Starts without forming a job."""
+        """Starts without a round; `take_over` begins one if it is needed."""
         self._config, self._records, self._rendezvous = config, records, rendezvous
         self._registry, self._loop, self._journal = registry, loop, journal
 
@@ -274,8 +274,9 @@ class HostMonitor:
         """Begins a round if the store has the assignment of an earlier leader, or if
         the store has lost its data. Begins no round for a new job.
 
-        A host that the store no longer lists may be alive: its lease also runs out
-        while the store is away.
+        The reasons for the round name the hosts that have a slot in the assignment but
+        that the store no longer lists. Such a host may be alive, because its lease also
+        runs out while the store does not answer.
         """
         view = self._records.view
         if view.assignment is not None:
@@ -342,8 +343,12 @@ class HostMonitor:
     def disconnected(self, record: HostRecord, why: str) -> None:
         """Handles the end of a host's link.
 
-        If the link was silent, the host is lost at once. Otherwise it may reconnect
-        within one lease.
+        If the link ended because the host was silent, the host is lost at once.
+        Otherwise the host may reconnect within one lease.
+
+        Args:
+            record: the record of the host.
+            why: why the link ended; begins with "silent" if the host was silent.
         """
         if not self._registry.same_process(record):
             return
@@ -454,7 +459,13 @@ class HostMonitor:
             self.fit(host)
 
     def leave_out(self, answered: Collection[str]) -> None:
-        """Leaves out the expected hosts that have not answered the round in time."""
+        """Gives no slot to the expected hosts that have not answered a round in time.
+
+        Such a host may have a slot again once it answers.
+
+        Args:
+            answered: the hosts that have answered the current round.
+        """
         expected = self._registry.expected({}, self._loop.now())
         for host in sorted(expected - set(answered)):
             self._registry.leave_out(host)

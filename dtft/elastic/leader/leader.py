@@ -51,7 +51,8 @@ phase restarts the deadline for the next snapshot."""
 
 
 class Leader:
-    """The event handlers of the leading agent; see the module's docstring."""
+    """Handles the events of the leading agent: hosts' reports, hosts that join or
+    leave, and changes of the store. See the module's docstring."""
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class Leader:
     # -------------------------------------------------------------- membership
 
     def see(self, view: View) -> None:
-        """Handles a new view of the store."""
+        """Handles a new view of the store (the job's records in it at one moment)."""
         self._monitor.see(view)
 
     def connected(self, record: HostRecord) -> None:
@@ -164,8 +165,12 @@ class Leader:
     def disconnected(self, record: HostRecord, why: str) -> None:
         """Handles the end of a host's link.
 
-        If the link was silent, the host is lost at once. Otherwise it may reconnect
-        within one lease.
+        If the link ended because the host was silent, the host is lost at once.
+        Otherwise the host may reconnect within one lease.
+
+        Args:
+            record: the record of the host.
+            why: why the link ended; begins with "silent" if the host was silent.
         """
         self._monitor.disconnected(record, why)
 
@@ -496,8 +501,8 @@ class Leader:
     def export_wanted(self, answer: Answer) -> None:
         """Handles a request for an export.
 
-        A served job (whose processes the user starts) exports its newest commit, a
-        launched job its next commit.
+        A served job (whose processes the user starts) exports its newest commit. A
+        launched job (whose agents start the trainers) exports its next commit.
         """
         if self._requests is not None:
             self._requests.export_wanted(answer)
@@ -537,8 +542,11 @@ class Leader:
                 self._requests.committed(value)
 
     def _recorded(self, commit: Commit, coordinator: CommitCoordinator) -> None:
-        """Handles a commit that the store has recorded: lets the trainers go on, or
-        re-forms the job if its size is to change."""
+        """Handles a commit that the store has recorded: lets the trainers go on.
+
+        Re-forms the job instead if its size is to change, or if a host with a slot or
+        the leader is to leave the job.
+        """
         self._rendezvous.committed(commit.step)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)

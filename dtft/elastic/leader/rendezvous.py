@@ -65,7 +65,7 @@ Phase = Literal[
     "running",
 ]
 MOST_REHEARSED = 8
-"""Number of formations that a process compiles ahead at most."""
+"""Largest number of formations for which a process compiles ahead."""
 BALLOTS = 1 << 20
 """The number of a new world is the leader's term times `BALLOTS`, plus the number of
 the leader's round."""
@@ -157,7 +157,7 @@ class Rendezvous:
         self._because = ""
         """Why no trainer keeps its process in this round; "" if trainers do."""
         self._swaps = 0
-        """Number of formations in the same world since one has trained."""
+        """Number of formations in the current world since every slot last trained."""
         self._resize: Resize | None = None
         """The formation of another size for which processes compile ahead, if any."""
         self._end: RetryDecision | None = None
@@ -174,9 +174,11 @@ class Rendezvous:
         self.form(decision.message)
 
     def form(self, *reasons: RoundReason | str, fatal: bool = False) -> None:
-        """Begins a new formation, or another attempt at the current one.
+        """Begins a round (an attempt to form the job).
 
-        Does nothing while the job ends.
+        Orders the connected hosts to stop training and to report their copies. Once
+        they have reported, `gathered` decides the formation. Does nothing while the job
+        ends.
 
         Args:
             *reasons: the causes; a plain text names no host.
@@ -238,7 +240,7 @@ class Rendezvous:
             self._send(old.server, "serve", ballot=ballot, server="", size=old.size)
 
     def trained(self) -> None:
-        """Records that every slot trains."""
+        """Records that every slot trains, and calls `rehearse`."""
         self._swaps = 0
         self.failures.trained()
         self.rehearse()
@@ -354,7 +356,11 @@ class Rendezvous:
         return formations
 
     def admit(self, host: str) -> None:
-        """Gives a spare host that has joined a place in the world, if one is free."""
+        """Gives a new spare host a place in the world, and orders it to join the world.
+
+        Does nothing if no place is free, if the job has no hot swaps or no world, or
+        before the world's coordination service serves.
+        """
         if not (self._config.hot_swap and self.world.number) or not self.current:
             return
         if self.world.server and not self.world.address:
@@ -509,8 +515,10 @@ class Rendezvous:
         self.gathered()
 
     def _learn(self, round_: Round) -> None:
-        """Takes from the hosts' replies the assignment and the commits that are newer
-        than those known here. The store may have lost them."""
+        """Takes newer assignments and commits from the hosts' replies.
+
+        The store may have lost an assignment or a commit that a host knows.
+        """
         told = round_.assignment_told
         if told is not None and (
             self.previous is None or told.epoch > self.previous.epoch
@@ -577,15 +585,19 @@ class Rendezvous:
 
     @property
     def available(self) -> int:
-        """The number of usable hosts, without those set aside because other hosts do
-        not reach them."""
+        """The number of usable hosts, without the hosts that get no slot because other
+        hosts do not reach them."""
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
         return len(usable) - len(self._set_aside(usable))
 
     def look_for_links(self) -> None:
-        """Orders hosts that did not reach each other to try again, when that is due."""
+        """Orders hosts that did not reach each other to try to connect again.
+
+        Does nothing before the pause since the last try is over, or unless the job
+        trains or waits for hosts.
+        """
         settled = self.phase == "running" or self.phase == "waiting"
         if self.frozen or not settled or not self._reach.is_due(self._loop.now()):
             return

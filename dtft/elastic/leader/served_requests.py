@@ -32,7 +32,10 @@ ATTACHED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Flush:
-    """A process's wait until a step is committed or stored."""
+    """A process that waits until `step` is committed or, with `store`, in storage.
+
+    The answer to the process contains `token`.
+    """
 
     ballot: Ballot
     host: str

@@ -253,10 +253,10 @@ def sound(
 
 
 def admitted(world: WorldPlan, host: str, there: Collection[str]) -> WorldPlan | None:
-    """Gives a joining spare host a free place; None if no place is free.
+    """Gives a joining spare host a free place in a world; keeps a place that it has.
 
     A place is free if its host is not in `there`, the hosts that may have a process in
-    the world. The host may have had a place before.
+    the world. Returns the new world, or None if no place is free.
     """
     indices = {it: at for it, at in world.indices.items() if it in there or it == host}
     free = sorted(set(range(1, world.size)) - set(indices.values()))
