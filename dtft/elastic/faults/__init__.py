@@ -1,13 +1,14 @@
-"""Fault injection: plays a drill's faults on a local cluster, from outside.
+"""Fault injection: carries out the faults of `dtft drill` on a local cluster.
 
 * `schedule`: the kinds of faults and their notation (`kill-host:1@150`).
 * `injector` waits for the moment of each fault and carries the fault out.
-* `interruptions` begins and undoes the stops, cuts and pauses.
+* `interruptions` begins and undoes faults that last for a time: stopped processes, cut
+  networks, a paused store, full or read-only directories.
 * `full_disks` makes storage full or read-only, and shared memory full.
 * `network_namespaces` makes the network namespaces in which hosts can be cut off.
 
-This package takes no part in the recovery under test. `dtft drill` compares the outcome
-with an undisturbed run.
+A drill runs a job with faults, and `dtft drill` compares the outcome with an
+undisturbed run. This package takes no part in the recovery of the job.
 """
 
 from typing import TYPE_CHECKING

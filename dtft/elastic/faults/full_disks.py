@@ -1,7 +1,7 @@
 """Faults of a job's directories: full or read-only storage, full shared memory.
 
-All are brought about by mounts or by a file that takes the room, so the job meets the
-errors of a real file system. They need root.
+Each fault mounts a file system, or writes a file that takes all free space, so the job
+gets the errors of a real file system. Mounts need root.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 LARGEST_MEMORY = 1 << 30
 """Bytes of the largest file system that `memory_full` fills."""
 _ROOM = "64k"
-"""Size of the file system that takes what is written to full storage."""
+"""Size of the tmpfs that `storage_full` mounts and fills."""
 _COMMAND_S = 20.0
 
 
@@ -23,7 +23,7 @@ def check_mounts() -> None:
     """Checks that this process can mount file systems.
 
     Raises:
-        ValueError: it cannot; the message says what to change.
+        ValueError: this process is not root, or the command `mount` is missing.
     """
     if os.geteuid() != 0 or shutil.which("mount") is None:
         raise ValueError(
@@ -33,10 +33,10 @@ def check_mounts() -> None:
 
 
 def storage_full(directory: Path) -> Callable[[], None]:
-    """Makes a directory refuse new data with ENOSPC; what is in it stays readable.
+    """Mounts a full file system over a directory: writes to it fail with ENOSPC.
 
-    What is deleted meanwhile is there again at the end. Returns the function that ends
-    the fault.
+    The directory's files stay readable. Files that are deleted during the fault exist
+    again after the fault. Returns the function that ends the fault.
     """
     directory.mkdir(parents=True, exist_ok=True)
     room = Path(tempfile.mkdtemp(prefix="dtft-full-"))
@@ -66,13 +66,13 @@ def storage_read_only(directory: Path) -> Callable[[], None]:
 
 
 def memory_full(directory: Path) -> Callable[[], None]:
-    """Takes all room that a file system has left (ENOSPC).
+    """Fills the file system of a directory, so that writes to it fail with ENOSPC.
 
-    Returns the function that ends the fault.
+    Writes one file, `ballast` in `directory`. Returns the function that ends the fault.
 
     Raises:
-        ValueError: the file system is larger than `LARGEST_MEMORY`: other programs may
-            need its room.
+        ValueError: the file system is larger than `LARGEST_MEMORY`, so other programs
+            may need its free space.
     """
     found = os.statvfs(directory)
     if found.f_blocks * found.f_frsize > LARGEST_MEMORY:
@@ -89,7 +89,10 @@ def memory_full(directory: Path) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def small_memory(directory: Path, mib: int) -> Iterator[Path]:
-    """Mounts shared memory of its own in a new directory; removes it at the end."""
+    """Mounts a tmpfs of `mib` MiB on a directory for the time of a `with` block.
+
+    Makes the directory if it does not exist. Yields the directory.
+    """
     unmount_below(directory)
     directory.mkdir(parents=True, exist_ok=True)
     _run("mount", "-t", "tmpfs", "-o", f"size={mib}m", "dtft", directory)
@@ -100,7 +103,10 @@ def small_memory(directory: Path, mib: int) -> Iterator[Path]:
 
 
 def unmount_below(directory: Path) -> None:
-    """Unmounts what an interrupted drill has left mounted in a directory."""
+    """Unmounts all file systems that are mounted on a directory or below it.
+
+    A drill that was interrupted can leave such mounts.
+    """
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     below = [Path(line.split()[1].encode().decode("unicode_escape")) for line in mounts]
     for path in reversed(below):
@@ -126,7 +132,7 @@ def _run(*words: object) -> None:
     """Runs a command.
 
     Raises:
-        RuntimeError: it failed; the message has its output.
+        RuntimeError: the command failed; the message contains the command's stderr.
     """
     command = [str(word) for word in words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S)

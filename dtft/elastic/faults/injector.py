@@ -1,4 +1,4 @@
-"""Plays a drill's faults on a local cluster, from outside.
+"""Carries out a drill's faults on a local cluster, each at its moment.
 
 The injector finds a fault's moment in the hosts' progress boards (shared memory with
 the current steps of each host). Before a kill of hosts or trainers, the injector stops
@@ -38,9 +38,10 @@ from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.store import EtcdStore, StoreUnavailable, job_key
 
 POLL_S, FAR_POLL_S = 0.0003, 0.01
-"""Seconds between two looks at the boards, near a fault's moment and before."""
+"""Seconds between two reads of the progress boards: near the moment of a fault, and
+before that."""
 NEAR_STEPS = 20
-"""Number of steps before the step of a fault that are near its moment."""
+"""The moment of a fault is near from this number of steps before the fault's step."""
 STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, the limit between two snapshots
 REQUEST_S = 240.0
@@ -81,8 +82,8 @@ class InjectedFault:
     """kill-store: last finished step when the store was killed and when it was
     restarted."""
     until: float | None = None
-    """Wall-clock time in seconds at which a stop, cut or pause was undone; None before
-    that and for other faults."""
+    """Wall-clock time in seconds at which a fault with a duration was undone; None
+    before that and for other faults."""
     gone_s: float | None = None
     """Seconds from the fault until all processes that it stopped had ended; None if
     some are alive, and for faults that stop no process."""
@@ -97,7 +98,7 @@ class InjectedFault:
 
 
 class FaultInjector(threading.Thread):
-    """Thread that plays the faults in order while a cluster runs."""
+    """Thread that carries out the faults in order while a cluster runs."""
 
     def __init__(
         self,
@@ -119,8 +120,8 @@ class FaultInjector(threading.Thread):
                 that kills hosts or trainers, stops processes, cuts hosts off or pauses
                 the store.
             rejoin_s: seconds after which a killed host is started again, or after which
-                a new host replaces a host that is stopped or cut off for ever; None:
-                neither happens.
+                a new host replaces a host that was drained, or that is stopped or cut
+                off for ever; None: neither happens.
             network: the hosts' namespaces; needed for cuts.
             fail_marker: file that a trainer makes just before it raises the exception
                 of a `fail` without `always`.
@@ -144,8 +145,8 @@ class FaultInjector(threading.Thread):
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
-        """Plays every fault in order. After an exception, stores its text in `error`
-        and undoes the stops, cuts and pauses that are in force."""
+        """Carries out every fault in order. After an exception, stores its text in
+        `error` and undoes the stops, cuts and pauses that are in force."""
         pending = list(self._faults)
         corrupting: list[Fault] = []
         try:
@@ -165,21 +166,21 @@ class FaultInjector(threading.Thread):
                 interruption.end()
 
     def stop(self) -> None:
-        """Cancels the faults that have not happened yet. Stops, cuts and pauses that
-        are in force are not undone any more."""
+        """Cancels the faults that have not happened yet. The thread then no longer
+        undoes faults that are in force."""
         self._cancelled.set()
 
     def undo_mounts(self) -> None:
-        """Ends the faults of directories that are in force; the thread must have
-        ended."""
+        """Undoes the faults in force that make directories full or read-only; the
+        thread must have ended."""
         for strike, interruption in self._open:
             if strike.fault.kind in OF_DIRECTORIES:
                 interruption.end()
 
     @property
     def done(self) -> bool:
-        """Whether all faults have happened, faults with a duration are undone, and all
-        requests to scale have replies."""
+        """Whether all faults have happened, all faults with a duration are undone, and
+        all requests to scale or drain have replies."""
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
         open_ = [
             it for it in self.injected if it.fault.kind in _REQUESTS and not it.reply
@@ -320,7 +321,7 @@ class FaultInjector(threading.Thread):
         finally:
             store.close()
         if pair is None:
-            raise RuntimeError("there is no leader to strike")
+            raise RuntimeError("no host has the leader key")
         return pair.value.decode()
 
     def _reached(self, fault: Fault) -> bool:
@@ -364,11 +365,13 @@ class FaultInjector(threading.Thread):
         """Carries out a fault whose moment has been reached.
 
         Returns:
-            False if the fault's phase has ended meanwhile, if a victim was killed by
-            an earlier fault and has not been started again, if a spare is to be killed
-            and there is none, if the fault hits trainers and a victim's trainer has not
-            started, or if the faults were cancelled during the wait for an export. The
-            fault is then not carried out.
+            Whether the fault was carried out. False in these cases:
+
+            * The fault's phase has ended meanwhile.
+            * A victim was killed by an earlier fault and has not been started again.
+            * The fault kills a spare, and there is no spare.
+            * The fault hits trainers, and a victim's trainer has not started.
+            * The faults were cancelled during the wait for an export.
         """
         if fault.kind == "scale":
             self._request(fault, lambda it: scale(it, fault.replicas, REQUEST_S))
@@ -412,11 +415,11 @@ class FaultInjector(threading.Thread):
         return True
 
     def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
-        """Begins a stop, cut or pause.
+        """Begins a fault of a kind in `INTERRUPTIONS`.
 
         Returns:
-            False if the fault's phase ended before the fault began. The fault is then
-            undone.
+            False if the fault's phase ended before the fault began; the fault is then
+            undone at once.
         """
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
@@ -446,8 +449,9 @@ class FaultInjector(threading.Thread):
     def _failed_at(self, fault: Fault) -> float:
         """Returns the wall-clock time of a trainer's `fail`; 0.0 before the failure.
 
-        The time is that of the marker file, or else that at which the exception was
-        found in the trainer's log.
+        If the marker file exists, this is its modification time. Otherwise it is the
+        time at which this method first found the exception in the trainer's log. Reads
+        file and log at most every 0.1 s.
         """
         if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
             return self._raised_at
@@ -563,10 +567,15 @@ class FaultInjector(threading.Thread):
     def _request(
         self, fault: Fault, change: Callable[[Observer], dict[str, Any]], *hosts: str
     ) -> None:
-        """Requests a change of the job, as a command does, on a separate thread.
+        """Records a `scale` or a `drain`, and starts a thread that requests it.
 
-        Further faults may happen before the reply. A host that has left is replaced by
-        a new one, if killed hosts are.
+        Does not wait for the reply, so further faults may happen before. After a
+        `drain`, the thread has a new host started, if killed hosts are started again.
+
+        Args:
+            fault: the fault.
+            change: sends the request to the job; returns the reply.
+            hosts: the drained host; none for `scale`.
         """
         strike = InjectedFault(fault=fault, hosts=hosts, at=time.time())
         strike.finished, strike.committed = (
@@ -599,8 +608,9 @@ class FaultInjector(threading.Thread):
     def _strike_store(self, fault: Fault) -> None:
         """Kills the store.
 
-        `kill-store`: restarts it after `STORE_AWAY_S` seconds; `empty-store`: at once,
-        without its data. After `crash-store` the store's supervisor restarts it.
+        After `kill-store` the store is restarted `STORE_AWAY_S` seconds later, after
+        `empty-store` at once and without its data. After `crash-store` the store's
+        supervisor restarts it.
         """
         strike = self._noted(fault, ())
         etcd = self._cluster.etcd

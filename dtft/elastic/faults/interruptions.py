@@ -1,9 +1,9 @@
 """Reversible faults of a drill: stopped processes, cut hosts, a paused store, and
 directories that are full or read-only.
 
-`begin` begins a fault and returns an `Interruption`, whose `end` undoes the fault. Both
-use signals, the hosts' network namespaces, or mounts. The `injector` decides the
-victims and the moment.
+`begin` begins a fault and returns an `Interruption`, whose `end` undoes the fault. A
+fault consists of signals, changes of the hosts' network namespaces, mounts, or a file
+that fills a file system. The module `injector` decides the victims and the moment.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.processes import process_alive
 
 OF_DIRECTORIES = ("full-storage", "readonly-storage", "full-memory")
-"""Kinds of faults of the job's directories; they are always undone at the end."""
+"""Kinds of faults that make a directory of the job full or read-only. The drill undoes
+them at its end, even if their duration is not over."""
 INTERRUPTIONS = (
     *("stop-agent", "stop-host", "stop-trainer", "cut", "pause-store"),
     *OF_DIRECTORIES,
@@ -34,17 +35,17 @@ INTERRUPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """One fault that has begun."""
+    """One fault that has begun, and the function that undoes it."""
 
     pids: tuple[int, ...]
-    """Process ids of the stopped processes; empty for a cut."""
+    """Process ids of the stopped processes; empty for a fault that stops none."""
     end: Callable[[], None]
-    """Undoes the fault; processes that have died meanwhile stay dead."""
+    """Undoes the fault; stopped processes that have died meanwhile stay dead."""
 
     @property
     def gone(self) -> bool:
-        """Whether none of the processes that the fault stopped is alive any more; False
-        for a cut."""
+        """Whether all processes that the fault stopped have ended; False for a fault
+        that stops no process."""
         return bool(self.pids) and not any(map(process_alive, self.pids))
 
 
@@ -55,14 +56,14 @@ def begin(
     network: HostNamespaces | None,
     trainer_pids: Sequence[int],
 ) -> Interruption:
-    """Begins a stop, cut or pause at once.
+    """Begins a fault at once; returns the `Interruption` that can undo it.
 
     Args:
         fault: a fault of a kind in `INTERRUPTIONS`.
-        hosts: names of the hosts that the fault hits.
+        hosts: names of the hosts that the fault hits; for a cut of a pair, two hosts.
         cluster: the local cluster of these hosts.
-        network: the hosts' namespaces; needed for cuts.
-        trainer_pids: process ids of the hosts' trainers, for stop-trainer.
+        network: the hosts' namespaces; needed for cuts only.
+        trainer_pids: process ids of the hosts' trainers; used for stop-trainer only.
 
     Raises:
         ValueError: the fault is of another kind.
@@ -98,9 +99,13 @@ def begin(
 
 
 def session(leader: int) -> list[int]:
-    """Lists the process ids of a session, its leader first; zombies are left out.
+    """Lists the process ids of a POSIX session, that of the session's leader first.
 
-    A host's agent leads a session of all the host's processes.
+    Leaves out zombies and dead processes. A host's agent is the leader of the session
+    that contains all processes of the host.
+
+    Args:
+        leader: process id of the session's leader, which is also the session's id.
     """
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -114,7 +119,7 @@ def session(leader: int) -> list[int]:
 def stopped(pids: Sequence[int]) -> Interruption:
     """Stops processes (SIGSTOP); ignores process id 0 and processes that have ended.
 
-    The end of the interruption resumes them, the last one first.
+    `end` of the returned interruption resumes the processes in reverse order (SIGCONT).
     """
     found = tuple(pid for pid in pids if pid)
     for pid in found:

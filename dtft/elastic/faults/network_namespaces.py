@@ -44,7 +44,8 @@ class HostNamespace:
     name: str
     number: int
     outer: tuple[str, str]
-    """Outer ends of its interfaces, on the hosts' bridge and on the store's bridge."""
+    """Names of the interfaces that connect the namespace to this machine's bridges: to
+    the hosts' bridge, to the store's bridge."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -114,8 +115,9 @@ class HostNamespaces:
 
         Args:
             host: the host.
-            reach: "all": all packets; "store": those to and from the store; "out" or
-                "in": those in one direction. "pair" drops nothing; see `part`.
+            reach: "all": all packets; "store": packets to and from the store; "out":
+                packets that the host sends; "in": packets that the host receives;
+                "pair": nothing, see `part`.
         """
         return self._begin(NetworkCut(hosts=(host,), reach=reach))
 
@@ -124,12 +126,12 @@ class HostNamespaces:
         return self._begin(NetworkCut(hosts=(one, other), reach="pair"))
 
     def heal(self, cut: NetworkCut) -> None:
-        """Undoes one cut. Packets that another cut drops too are still dropped."""
+        """Undoes one cut. Packets that another cut also drops are still dropped."""
         self._cuts = [it for it in self._cuts if it is not cut]
         self._apply(cut)
 
     def close(self) -> None:
-        """Removes namespaces, interfaces and files."""
+        """Removes this cluster's namespaces, interfaces and files in `NETNS_ETC`."""
         _remove(self._base)
 
     # ------------------------------------------------------------------ cutting
@@ -140,7 +142,10 @@ class HostNamespaces:
         return cut
 
     def _apply(self, cut: NetworkCut) -> None:
-        """Sets the links or neighbour entries of a cut's hosts by the cuts in force."""
+        """Makes links or neighbour entries of a cut's hosts match the cuts in force.
+
+        Called when `cut` begins and when it is undone.
+        """
         for name in cut.hosts:
             host = self._hosts[name]
             match cut.reach:
@@ -152,7 +157,11 @@ class HostNamespaces:
                     self._make_known(host)
 
     def _set_links(self, name: str) -> None:
-        """Connects a host's interfaces to their bridges, or takes them off."""
+        """Connects a host's interfaces to their bridges, except those that are cut off.
+
+        A cut with reach "all" cuts off both interfaces; a cut with reach "store" cuts
+        off only the interface to the store.
+        """
         reaches = {cut.reach for cut in self._cuts if name in cut.hosts}
         off = "all" in reaches, bool(reaches & {"all", "store"})
         outer = self._hosts[name].outer
@@ -161,9 +170,10 @@ class HostNamespaces:
             _run("ip", "link", "set", end, *where)
 
     def _is_dropped(self, sender: int, receiver: int) -> bool:
-        """Whether a cut in force drops packets by a neighbour entry.
+        """Whether a cut of one direction or of a pair drops the packets of a sender.
 
-        `sender` and `receiver` are last parts of addresses of hosts or bridges.
+        `sender` and `receiver` are the last numbers of IP addresses of hosts or
+        bridges. Cuts with reach "all" or "store" are not considered.
         """
         for cut in self._cuts:
             numbers = {self._hosts[name].number for name in cut.hosts}
@@ -231,7 +241,7 @@ class HostNamespaces:
         )
 
     def _make_known(self, host: HostNamespace) -> None:
-        """Sets the entries of all other hosts and of the bridges for this host."""
+        """Sets the neighbour entries for `host` on all other hosts and the bridges."""
         made = set(_names("netns"))
         for other in self._hosts.values():
             if other is not host and other.name in made:

@@ -1,13 +1,14 @@
-"""The kinds of faults that a drill can play, and their notation.
+"""The kinds of faults that a drill can carry out, and their notation.
 
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
 WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
-``leader`` or ``follower``. Of the hosts that do not lead, ``follower`` is the one with
-the lowest slot; for a cut of a pair, the two with the lowest slots. For ``scale`` WHOM
-is a number of replicas. An option is a phase, a number of seconds, the reach of a cut,
-or ``always``; `RULES` has the options that each kind allows. Without seconds a stop or
-a cut lasts for ever. This module only parses; `injector` carries the faults out.
+``leader`` or ``follower``. ``follower`` is the host with the lowest slot, except the
+leader's host; for a cut of a pair, the two hosts with the lowest slots, except the
+leader's host. For ``scale`` WHOM is a number of replicas. An option is a phase, a
+number of seconds, the reach of a cut, or ``always``; `RULES` has the options that each
+kind allows. Without seconds a stop or a cut lasts for ever. This module only parses;
+`injector` carries the faults out.
 """
 
 import re
@@ -50,9 +51,9 @@ Phase = Literal[
 healed: `injector.HEALED_S` seconds have passed since all earlier stops, cuts and pauses
 with a duration were undone."""
 Reach = Literal["all", "store", "out", "in", "pair"]
-"""The packets that a cut drops. all: all packets of a host. store: those to and from
-the store. out, in: those that a host sends or receives. pair: those between two hosts.
-"""
+"""The packets that a cut drops. all: all packets of a host. store: packets between a
+host and the store. out: packets that a host sends. in: packets that a host receives.
+pair: packets between two hosts."""
 
 KINDS: tuple[str, ...] = get_args(Kind)
 PHASES: tuple[str, ...] = get_args(Phase)
@@ -69,7 +70,7 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The notation that one kind of fault allows: its WHOM and its options."""
+    """The victims (WHOM) and options that the notation of one kind of fault allows."""
 
     whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
     phase: bool = False
@@ -122,10 +123,9 @@ later; `dtft.train.drill_failure` if it acts in the trainer), and a line in the 
 class Fault:
     """One fault: kind, victims, step and duration.
 
-    A `corrupt` takes effect with the next fault of another kind, if that fault kills
-    hosts or trainers. Before the kill, one byte in every 4 KiB of the memory in which
-    the hosts of `slots` keep copies is inverted. A `corrupt` before any other fault has
-    no effect.
+    A `corrupt` takes effect just before the next fault of another kind, if that fault
+    kills hosts or trainers; before any other fault it has no effect. It inverts one
+    byte in every 4 KiB of the memory in which the hosts of `slots` keep copies.
     """
 
     kind: Kind
@@ -300,7 +300,7 @@ _AFTER_CORRUPT = ("kill-host", "kill-trainer", "kill-leader", "corrupt")
 
 
 def check_together(faults: Sequence[Fault]) -> None:
-    """Checks that one run can play these faults together.
+    """Checks that these faults can be carried out together in one run.
 
     Raises:
         ValueError: there is more than one `fail`, or a `fail` of several slots; or the
@@ -330,7 +330,8 @@ def check_together(faults: Sequence[Fault]) -> None:
 def in_order(faults: Sequence[Fault]) -> list[Fault]:
     """Sorts faults by step.
 
-    A fault of phase `recovery` or `healed` stays behind the fault given before it.
+    A fault of phase `recovery` or `healed` is not sorted by its own step: it stays
+    directly after the fault that precedes it in `faults`.
 
     >>> texts = ["kill-host:0@40", "kill-host:1@1:recovery", "kill-leader@20"]
     >>> [str(f) for f in in_order([parse_fault(t, num_slots=2) for t in texts])]

@@ -54,9 +54,9 @@ class Intervals:
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
         """Sets `reach` for the time until the first snapshot is reported.
 
-        A formation that begins from the initial state gets the config's interval, and
-        one restored from memory gets the interval in the restored commit. Otherwise
-        `reach` stays `cadence.period`, the longest.
+        A formation that begins from the initial state gets the config's interval. A
+        formation that was restored from memory gets the interval in the restored
+        commit. Otherwise `reach` stays `cadence.period`, the longest interval.
         """
         known = {commit.step: commit.interval for commit in commits}
         if assignment.source == "init":
@@ -115,7 +115,7 @@ class Intervals:
         assert allowed is not None
         text = f"a snapshot every {interval} steps after step {after}: "
         if costs is None:
-            return text + "what a step takes without one is looked for"
+            return text + "the time of a step without a snapshot is measured next"
         part = inflation(interval, costs, allowed.maximum)
         text += (
             f"a step takes {costs.step_s * 1e3:.1f} ms, a snapshot adds "
@@ -134,14 +134,16 @@ class Intervals:
 
 
 def _slowest(windows: Sequence[Window]) -> Window:
-    """Returns the measurements of the host for which all others wait: the host with the
-    fewest steps free of replication, or among equal hosts the one whose snapshot
-    blocked training longest."""
+    """Returns the measurements of the slowest host, for which the other hosts wait.
+
+    This is the host with the fewest steps free of replication. Among equal hosts it is
+    the host whose snapshot blocked training longest.
+    """
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
 
 
 GRACE_S = 30.0
-"""Seconds beyond `timeouts.export` for which the leader waits for the hosts that
+"""The leader waits this many seconds longer than `timeouts.export` for the hosts that
 export; then the export counts as failed."""
 
 KEPT_TRACKERS = 4
@@ -306,7 +308,7 @@ class CommitCoordinator:
         self._release(commit, is_recorded=False)
 
     def recorded(self, commit: Commit) -> None:
-        """Notes that the store has a commit, without letting the trainers go on."""
+        """Records that the store has a commit; does not let the trainers go on."""
         if self.pending is not None and self.pending.step <= commit.step:
             self.pending = None
         self.committed = max(self.committed, commit.step)
@@ -363,11 +365,12 @@ class CommitCoordinator:
         return self._export[0] if self._export else None
 
     def export(self, step: int) -> None:
-        """Orders hosts to write a step to storage: as few as together have all slices.
+        """Orders hosts that together own all slices to write a step to storage.
 
-        Orders nothing while an export is in progress, or if some slice is on no host.
-        Orders nothing either if trainers went on after a later step whose commit was
-        delayed: hosts have then dropped the copies of `step`.
+        Of hosts with the same slices, only one writes. Orders nothing while an export
+        is in progress, if some slice is on no host, or if trainers went on after a
+        later step whose commit was delayed. In the last case hosts have dropped the
+        copies of `step`.
         """
         if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))
@@ -375,13 +378,13 @@ class CommitCoordinator:
     def export_from(
         self, step: int, alive: Collection[str], held: Mapping[str, Mapping[str, bytes]]
     ) -> bool:
-        """Orders the hosts that are left to export a step.
+        """Orders the remaining hosts to export a step, after other hosts were lost.
 
         Replaces an export in progress, because some of its hosts are lost.
 
         Args:
             step: the step to export.
-            alive: the hosts that are left.
+            alive: the remaining hosts.
             held: host -> slice key -> digest, of verified slices of the step.
 
         Returns:

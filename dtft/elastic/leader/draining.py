@@ -1,9 +1,9 @@
 """Draining: hosts leave a live job, on request or because their agents are to end.
 
-A drained host gets no slot any more. If it has one, the job is re-formed at the next
-commit, and another host takes the slot. The drained host's copies are a source of that
-restore. Its agent is told to end once a step is committed without it. If the drained
-host leads, another host leads the new formation.
+A drained host gets no slot any more. If the host has a slot, the job is re-formed at
+the next commit: another host takes the slot, and can restore from the drained host's
+copies. The drained host's agent is told to end once a step is committed without the
+host. If the drained host leads, another host becomes the leader.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class _Departure:
     """The slot that the host had; -1 for none."""
     at: float
     reply: dict[str, Any]
-    """The answer to those who ask for it."""
+    """The reply to users who have requested that the host leaves the job."""
     answers: list[Answer] = field(default_factory=list)
     told: bool = False
     """Whether the agent has been told to end."""
@@ -83,9 +83,10 @@ class Draining:
                 self._end(host)
 
     def leaves(self, host: str) -> None:
-        """Handles the record of a registered host that is to leave the job.
+        """Handles a registered host whose agent is to end (`HostRecord.leaving`).
 
-        If no other host can take its slot, its agent is told to end at once.
+        The host gets no slot any more. Its agent is told to end at once if the job does
+        not need the host, or if no other host can take its slot.
         """
         rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
         if is_new:
@@ -115,7 +116,8 @@ class Draining:
         return self._rendezvous.phase == "running" and not self._rendezvous.frozen
 
     def _is_leaving(self, host: str) -> bool:
-        """Whether a registered agent process is to leave."""
+        """Whether a host is to leave the job and is still registered with the agent
+        process for which this was decided."""
         known, record = self._departures.get(host), self._registry.records.get(host)
         if known is None or record is None or host not in self._registry.drained:
             return False
@@ -139,7 +141,11 @@ class Draining:
         )
 
     def _refuse(self, host: str) -> None:
-        """Lets a host stay; one that is to end in any case is told to end at once."""
+        """Lets a drained host stay, because no other host can take its slot.
+
+        A host whose agent is to end (`HostRecord.leaving`) cannot stay; its agent is
+        told to end at once.
+        """
         departure, why = self._departures[host], self._nobody_left_for(host)
         departure.reply = {"error": why}
         if self._registry.records[host].leaving:
@@ -150,8 +156,11 @@ class Draining:
             self._answer(self._departures.pop(host))
 
     def due(self) -> RoundReason | None:
-        """Returns why the job is to be re-formed at this commit; None if it needs no
-        drained host."""
+        """Returns why the job is to be re-formed at this commit; None if it is not.
+
+        The job is re-formed if a drained host has a slot or leads. If no other host can
+        take a drained host's slot, lets the drained hosts stay and returns None.
+        """
         coordinator = self._rendezvous.coordinator
         round_ = self._rendezvous.current
         if coordinator is None or coordinator.stopping or not self._trains:
@@ -191,7 +200,8 @@ class Draining:
         return RoundReason(f"{text} {leave} the job", hosts=tuple(hosts))
 
     def trained(self, report: RecoveryReport) -> None:
-        """Completes the replies about hosts that have no slot any more."""
+        """Adds step, bytes and seconds of the recovery to the replies about drained
+        hosts that had a slot and have none any more."""
         for host, departure in self._departures.items():
             is_free = not departure.told and not self._is_needed(host)
             if is_free and departure.slot >= 0:
@@ -203,8 +213,12 @@ class Draining:
                 }
 
     def committed(self) -> None:
-        """Ends the agents of drained hosts that the job does not need, after a commit
-        of the hosts that have slots; answers the requests."""
+        """Ends the agents of drained hosts that have no slot and do not lead.
+
+        Called after a commit of the hosts with slots. Answers the requests to drain
+        these hosts. If a host's agent was started anew meanwhile, the answer is an
+        error.
+        """
         for host, departure in list(self._departures.items()):
             if departure.told:
                 continue
@@ -216,7 +230,7 @@ class Draining:
                 self._end(host)
 
     def _end(self, host: str) -> None:
-        """Tells the agent of a drained host to end; answers those who asked for it."""
+        """Tells the agent of a drained host to end; answers requests to drain it."""
         round_, departure = self._rendezvous.current, self._departures[host]
         if round_ is not None and host in self._registry.connected:
             self._send(host, "drained", ballot=round_.ballot)

@@ -176,7 +176,7 @@ def read_events(run_directory: Path) -> list[dict[str, Any]]:
 
 
 class EventReader:
-    """Reads the events of a run as its leaders log them."""
+    """Reads the events of a run while the run's leaders log them."""
 
     def __init__(self, run_directory: Path) -> None:
         """Reads nothing yet; the event log need not exist."""

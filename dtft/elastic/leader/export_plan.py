@@ -111,10 +111,10 @@ def match_slots(
 def _lost(commit: Commit, lost: Sequence[int]) -> str:
     names = ", ".join(dict.fromkeys(commit.holders[slot] for slot in lost))
     return (
-        f"step {commit.step} cannot be written as it lies: {names} had the slices of "
-        f"slot {', '.join(map(str, lost))} and is gone. What peers hold of them is "
-        "brought together when the processes attach: start an agent in its place and "
-        "all processes, restore, and let `save(step, args=..., force=True)` or `close` "
+        f"step {commit.step} cannot be written now: {names} had the slices of "
+        f"slot {', '.join(map(str, lost))} and is gone. Peers' copies of these slices "
+        "are used only when all processes attach: start an agent in its place and all "
+        "processes, restore, and let `save(step, args=..., force=True)` or `close` "
         "write the state"
     )
 

@@ -45,8 +45,8 @@ class FailureAccount:
 
     @property
     def quarantined(self) -> Collection[int]:
-        """The steps whose commits are no longer restored from memory, because their
-        restore failed too often."""
+        """The steps whose commits are no longer restored from memory, because restores
+        of them failed too often."""
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
@@ -110,7 +110,7 @@ class FailureAccount:
         if self._budget != before:
             self._records.put("budget", None, "budget", self._budget.to_json())
         if attempt.is_new_size and assignment is not None:
-            why = f"step {attempt.step} could not be trained on there"
+            why = f"training from step {attempt.step} failed"
             self._sizes.failed(assignment, why)
         if decision.message and decision.action != "end":
             self._journal.say(decision.message)

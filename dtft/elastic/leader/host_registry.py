@@ -135,15 +135,16 @@ class HostRegistry:
         return {*self._gone, *self._former} - self._records.keys()
 
     def leave_out(self, host: str) -> None:
-        """Excludes a host that has not reported its holdings, until it reports them."""
+        """Gives a host no slot until it reports the copies that it holds."""
         self._silent.add(host)
 
     def drain(self, host: str) -> None:
-        """Gives a host no slot any more, until its agent is started anew."""
+        """Gives a host no slot until its agent is started again, because the host is to
+        leave the job."""
         self._drained.add(host)
 
     def keep(self, host: str) -> None:
-        """Undoes `drain`."""
+        """Undoes `drain`: the host may have a slot again."""
         self._drained.discard(host)
 
     @property
@@ -152,7 +153,9 @@ class HostRegistry:
         return self._drained & self._records.keys()
 
     def agent_ended(self, record: HostRecord) -> bool:
-        """Records that the agent process of a host that is not registered has ended.
+        """Records that a host's agent process has ended, if the host is not registered.
+
+        Formations then no longer wait for an answer of this process.
 
         Returns:
             False if the host is registered; then nothing changes.
@@ -163,7 +166,7 @@ class HostRegistry:
         return True
 
     def answered(self, host: str) -> None:
-        """Ends `leave_out` for a host that has reported its holdings."""
+        """Ends `leave_out` for a host that has reported the copies that it holds."""
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
@@ -184,7 +187,10 @@ class HostRegistry:
         return sorted(found)
 
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
-        """Returns the hosts that must answer before a formation is decided."""
+        """Returns the hosts that must answer before a formation is decided.
+
+        See `is_expected`, which decides this for one host.
+        """
         hosts = {*self._records, *registered, *self._former}
         return {host for host in hosts if self.is_expected(host, registered, now)}
 
@@ -194,7 +200,12 @@ class HostRegistry:
         """Whether one host must answer before a formation is decided.
 
         True for hosts that are connected, away for less than a lease, or may still be
-        connecting, unless they were left out. `registered` are the hosts in the store.
+        connecting. False for hosts that were left out (`leave_out`).
+
+        Args:
+            host: the host.
+            registered: the records of the hosts that the store lists.
+            now: the time in seconds.
         """
         if host in self._silent:
             return False
@@ -208,7 +219,7 @@ class HostRegistry:
         return former is not None and gone != process_of(former)
 
     def usable(self) -> list[HostRecord]:
-        """Returns the records of the hosts that may be given a slot, by name."""
+        """Returns the records of the hosts that may have a slot, sorted by name."""
         hosts = self.connected - self._silent - self._drained - set(self.unfit)
         return [self._records[host] for host in sorted(hosts)]
 
@@ -255,7 +266,7 @@ class HostMonitor:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Starts without forming a job."""
+        """Starts without a round; `take_over` begins one if it is needed."""
         self._config, self._records, self._rendezvous = config, records, rendezvous
         self._registry, self._loop, self._journal = registry, loop, journal
 
@@ -263,8 +274,9 @@ class HostMonitor:
         """Begins a round if the store has the assignment of an earlier leader, or if
         the store has lost its data. Begins no round for a new job.
 
-        A host that the store no longer lists may be alive: its lease also runs out
-        while the store is away.
+        The reasons for the round name the hosts that have a slot in the assignment but
+        that the store no longer lists. Such a host may be alive, because its lease also
+        runs out while the store does not answer.
         """
         view = self._records.view
         if view.assignment is not None:
@@ -285,7 +297,16 @@ class HostMonitor:
         self._rendezvous.gathered()
 
     def connected(self, record: HostRecord) -> None:
-        """Handles a host's connection or its newer record."""
+        """Handles a host that has connected, or a newer record of a connected host.
+
+        A newer record is only stored. For a host that has connected:
+
+        * While a formation is being decided, the host is asked for its copies.
+        * If the host has a slot, the job is formed anew.
+        * If all slots have hosts, the host becomes a spare.
+        * If the job waits for hosts or has not begun, it is formed if the hosts now
+          suffice. `tick` does this in a served job (whose processes the user starts).
+        """
         was_there = self._registry.same_process(record)
         if not self._registry.connect(record):
             return
@@ -322,8 +343,12 @@ class HostMonitor:
     def disconnected(self, record: HostRecord, why: str) -> None:
         """Handles the end of a host's link.
 
-        If the link was silent, the host is lost at once. Otherwise it may reconnect
-        within one lease.
+        If the link ended because the host was silent, the host is lost at once.
+        Otherwise the host may reconnect within one lease.
+
+        Args:
+            record: the record of the host.
+            why: why the link ended; begins with "silent" if the host was silent.
         """
         if not self._registry.same_process(record):
             return
@@ -373,8 +398,10 @@ class HostMonitor:
             self._journal.say(f"spare {host} was lost ({how})")
 
     def agent_ended(self, record: HostRecord) -> None:
-        """Handles the proof that an agent ended before this host led: it is not waited
-        for any more."""
+        """Handles the news that an agent ended before this host began to lead.
+
+        Rounds then no longer wait for an answer of the agent's host.
+        """
         if self._registry.agent_ended(record):
             self._rendezvous.gathered()
 
@@ -432,7 +459,13 @@ class HostMonitor:
             self.fit(host)
 
     def leave_out(self, answered: Collection[str]) -> None:
-        """Leaves out the expected hosts that have not answered the round in time."""
+        """Gives no slot to the expected hosts that have not answered a round in time.
+
+        Such a host may have a slot again once it answers.
+
+        Args:
+            answered: the hosts that have answered the current round.
+        """
         expected = self._registry.expected({}, self._loop.now())
         for host in sorted(expected - set(answered)):
             self._registry.leave_out(host)

@@ -51,7 +51,8 @@ phase restarts the deadline for the next snapshot."""
 
 
 class Leader:
-    """The event handlers of the leading agent; see the module's docstring."""
+    """Handles the events of the leading agent: hosts' reports, hosts that join or
+    leave, and changes of the store. See the module's docstring."""
 
     def __init__(
         self,
@@ -149,11 +150,14 @@ class Leader:
     # -------------------------------------------------------------- membership
 
     def see(self, view: View) -> None:
-        """Handles a new view of the store."""
+        """Handles a new view of the store (the job's records in it at one moment)."""
         self._monitor.see(view)
 
     def connected(self, record: HostRecord) -> None:
-        """Handles a host's connection or its newer record."""
+        """Handles a host that has connected, or a newer record of a connected host.
+
+        Also lets the host leave the job if its record says so (`HostRecord.leaving`).
+        """
         self._monitor.connected(record)
         if record.leaving:
             self._draining.leaves(record.host)
@@ -161,17 +165,29 @@ class Leader:
     def disconnected(self, record: HostRecord, why: str) -> None:
         """Handles the end of a host's link.
 
-        If the link was silent, the host is lost at once. Otherwise it may reconnect
-        within one lease.
+        If the link ended because the host was silent, the host is lost at once.
+        Otherwise the host may reconnect within one lease.
+
+        Args:
+            record: the record of the host.
+            why: why the link ended; begins with "silent" if the host was silent.
         """
         self._monitor.disconnected(record, why)
 
     def lost(self, host: str, how: str) -> None:
-        """Handles the loss of a host: its port refuses connections."""
+        """Handles the loss of a host whose port refuses connections.
+
+        Args:
+            host: the lost host.
+            how: how the loss was noticed, for people.
+        """
         self._monitor.lost(host, how)
 
     def agent_ended(self, record: HostRecord) -> None:
-        """Handles the proof that an agent ended before this host led."""
+        """Handles the news that an agent ended before this host began to lead.
+
+        Rounds then no longer wait for an answer of the agent's host.
+        """
         self._monitor.agent_ended(record)
 
     # ----------------------------------------------------------------- reports
@@ -206,9 +222,11 @@ class Leader:
     def handle_report(self, host: str, message: dict[str, Any]) -> None:
         """Handles a host's report; drops a malformed report.
 
-        Also drops a report of an earlier round, with two exceptions: `fit` and `unfit`
-        count at any time, and a trainer's failure in an earlier round counts as a cause
-        of the new round while that round gathers.
+        Also drops a report of an earlier round (attempt to form the job), except these:
+
+        * `fit`, `unfit`, and a `fatal` without a ballot are handled in any round.
+        * A trainer's failure is added to the reasons for the new round, while that
+          round gathers the hosts' reports of their copies.
         """
         if self._refused(host, fault_of_report(message, self._seats.reports)):
             return
@@ -250,11 +268,12 @@ class Leader:
                 round_.reasons.append(self._newest_failure)
 
     def _fail(self, message: str, code: int = 1) -> None:
-        """Ends the job after a failure that would repeat.
+        """Ends the job after a failure that would repeat, with two exceptions.
 
         With the code `FATAL_INPUT` and a new number of slots, excludes this number
-        instead (`Scaling.undone`). In a served job the user's processes get the message
-        and are detached; the agents and the last commit stay.
+        instead (`Scaling.undone`). In a served job (whose processes the user starts)
+        the processes get the message and are detached; the agents continue and keep
+        the last commit.
         """
         if not self._seats.ends_by_itself:
             self._journal.say(message)
@@ -268,7 +287,7 @@ class Leader:
             self._shutdown.end("error", message, code=code)
 
     def _give_up(self, decision: RetryDecision) -> None:
-        """Ends the job because the failure would repeat."""
+        """Ends the job with an error, whose text is `decision.message`."""
         self._shutdown.fail(decision.message, self._error_code)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
@@ -277,7 +296,12 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def _look_for_stuck(self) -> None:
-        """Re-forms the job if a trainer is stuck, because the others wait for it."""
+        """Re-forms the job if a trainer is stuck; checks at most every `LOOK_S`
+        seconds.
+
+        Does nothing in a served job (whose processes the user starts), or unless the
+        trainers start or train.
+        """
         rendezvous = self._rendezvous
         now = self._loop.now()
         if now < self._looked_at + LOOK_S:
@@ -477,8 +501,8 @@ class Leader:
     def export_wanted(self, answer: Answer) -> None:
         """Handles a request for an export.
 
-        A served job (whose processes the user starts) exports its newest commit, a
-        launched job its next commit.
+        A served job (whose processes the user starts) exports its newest commit. A
+        launched job (whose agents start the trainers) exports its next commit.
         """
         if self._requests is not None:
             self._requests.export_wanted(answer)
@@ -518,8 +542,11 @@ class Leader:
                 self._requests.committed(value)
 
     def _recorded(self, commit: Commit, coordinator: CommitCoordinator) -> None:
-        """Handles a commit that the store has recorded: lets the trainers go on, or
-        re-forms the job if its size is to change."""
+        """Handles a commit that the store has recorded: lets the trainers go on.
+
+        Re-forms the job instead if its size is to change, or if a host with a slot or
+        the leader is to leave the job.
+        """
         self._rendezvous.committed(commit.step)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
@@ -552,8 +579,8 @@ class Leader:
     def tick(self) -> None:
         """Does the periodic work.
 
-        Reacts to deadlines of hosts, exports and phases that have passed. Ends the job
-        if a stop was requested or every slot has finished.
+        Reacts if the deadline of a host, of an export or of the phase has passed. Ends
+        the job if a stop was requested or every slot has finished.
         """
         rendezvous = self._rendezvous
         self._monitor.tick()

@@ -31,10 +31,10 @@ class ReReplication:
 
     step: int
     pushes: tuple[Push, ...]
-    """The pushes to send again. A push: the slices that one slot sends to another."""
+    """The pushes to send again. A push is the slices that one slot sends to another."""
     copies: int
-    """Before the pushes, the number of failure domains that held the slice with the
-    fewest."""
+    """The number of failure domains that held copies of a slice before the pushes; the
+    smallest such number of all slices."""
     begun: float
     """Time of the restore in seconds, on any clock."""
     digests: Mapping[str, bytes] = field(default_factory=dict)
@@ -245,7 +245,10 @@ class ReReplicator:
 
 
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
-    """Returns slice key to digest: the digests that hosts read after the restore, which
-    they report only after a change of size; for all other slices the commit's."""
+    """Returns slice key to digest of the restored state.
+
+    These are the digests that hosts computed after the restore. Hosts do this only
+    after a change of size; for all other slices the commit's digests are returned.
+    """
     told = (outcome.get("restored", {}) for outcome in round_.prepared.values())
     return {**located.digests, **{key: it for one in told for key, it in one.items()}}

@@ -1,10 +1,10 @@
-"""The leader's writes to the store, and the records that the leader knows.
+"""The leader's writes to the store, and the view and commits that the leader knows.
 
-The store applies a write only while the leader key and the era are unchanged. Writes
-run in order on a thread beside the event loop, and each is retried until the store
-answers. Training continues meanwhile: a delayed commit is reported, and the trainers go
-on without it. Only a formation, as after a loss, waits until its assignment is
-recorded.
+The store applies a write only while the leader key and the era (which changes when the
+store has lost data) are unchanged. Writes run in order on a thread beside the event
+loop, and each is retried until the store answers. Training continues meanwhile: a
+delayed commit is reported, and the trainers go on without it. Only a new formation (an
+assignment of hosts to slots) waits until its assignment is recorded.
 """
 
 import itertools
@@ -28,12 +28,13 @@ KEPT_COMMITS = 2
 _WAITS = {
     "commit": "training goes on, the commit waits",
     "stored": "training goes on, the number of the stored step waits",
-    "budget": "training goes on, the account of failures waits",
+    "budget": "training goes on, the counts of failures wait",
     "size": "the number of replicas waits to be recorded",
     "assignment": "training stands still, as a new assignment of slots waits",
     "result": "the job has ended, its result waits",
 }
-"""Maps the label of a waiting write to what the silent store delays, for people."""
+"""Maps the label of a write to the part of a message that says what is delayed while
+the store does not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,8 +88,9 @@ class Records:
         self.commits = list(commits)
         """The known commits, newest first; the newest may still wait for the store."""
         self._recorded = list(commits[:1])
-        """At most one commit, which is written again beside the next commit: the newest
-        that the store has or hosts have reported, and whose copies hosts keep."""
+        """The newest commit that the store has or that hosts have reported, and whose
+        copies hosts keep; empty without one. It is written again beside the next
+        commit."""
         self._lane = loop.lane("records")
         self._waiting: list[_Write] = []
         self._numbers = itertools.count(1)
@@ -105,10 +107,10 @@ class Records:
         """Adds commits that hosts have reported, if they are newer than the newest
         commit known here.
 
-        Each such commit was complete: all its copies existed. Either the store has lost
-        the commit, or the store did not answer the leader that made the commit. Does
-        not add a commit of an earlier formation than that of the newest commit known
-        here, because it belongs to an abandoned history.
+        All copies of a reported commit existed. Either the store has lost the commit,
+        or the store did not answer the leader that made the commit. A commit of an
+        earlier formation than that of the newest commit known here is not added,
+        because training has been restored from an earlier step since then.
         """
         newest = self.commits[0] if self.commits else None
         found = [
@@ -124,8 +126,11 @@ class Records:
 
     @property
     def away(self) -> bool:
-        """Whether the store failed to answer a write, or was late to record a commit,
-        and has answered no write since."""
+        """Whether the store does not answer.
+
+        True after the store failed to answer a write, or was late to record a commit,
+        until it answers a write.
+        """
         return self._away
 
     def put(self, label: str, value: Any, name: str, text: str) -> None:

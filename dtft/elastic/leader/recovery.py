@@ -62,7 +62,10 @@ def decide(
     placed: Sequence[str] = (),
     domains: Mapping[str, str] | None = None,
 ) -> RecoveryDecision:
-    """Chooses the newest restorable state; of equal steps, memory before storage.
+    """Chooses the newest state that can be restored, from memory or from storage.
+
+    Memory is preferred if both have the same step. Without a restorable step, the
+    initial state is chosen.
 
     Args:
         commits: the recorded commits, newest first.
@@ -98,9 +101,14 @@ def _newest(
     holdings: Holdings,
     placed: Sequence[str],
 ) -> tuple[Located | None, list[str]]:
-    """Locates the newest restorable commit, or returns None if there is none. Also
-    returns the reasons why newer commits cannot be restored. The copies of each commit
-    are located in the layout in which the commit was made."""
+    """Locates the copies of the newest commit that can be restored.
+
+    The copies of each commit are located in the layout in which the commit was made.
+
+    Returns:
+        The located commit, or None if no commit can be restored; and the reasons why
+        newer commits cannot be restored.
+    """
     reasons: list[str] = []
     for commit in commits:
         layout = known.get(commit.layout)
@@ -187,9 +195,9 @@ class RecoveryReport:
     """Number of hosts that had a slot before the recovery and have one after it,
     without the hosts that caused the recovery."""
     survivors_restarted: int = 0
-    """Number of these hosts whose trainers were restarted."""
+    """Number of hosts in `survivors` whose trainers were restarted."""
     restarted_because: str = ""
-    """Why they were restarted; "" if none was."""
+    """Why these trainers were restarted; "" if none of them was."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase, one after the other. "leave": until all hosts have given
     up their slots and reported their copies. "record": until the store has the

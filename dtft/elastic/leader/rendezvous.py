@@ -1,6 +1,7 @@
-"""Forms the job in rounds (attempts), at the job's start and after each failure.
+"""Forms the job in rounds, at the job's start and after each failure.
 
-A round gathers reports of the copies that hosts hold, and lets pure modules
+A formation is an assignment of hosts to slots. A round is one attempt to make a
+formation. It gathers reports of the copies that hosts hold, and lets pure modules
 (`rendezvous_plan`, `assignment`, `recovery`) decide which host gets which slot and what
 the host restores. Then the round has the assignment recorded and orders each host to
 prepare its slot.
@@ -64,9 +65,10 @@ Phase = Literal[
     "running",
 ]
 MOST_REHEARSED = 8
-"""Number of formations that a process compiles ahead at most."""
+"""Largest number of formations for which a process compiles ahead."""
 BALLOTS = 1 << 20
-"""Factor between a leader's term and the numbers of its worlds."""
+"""The number of a new world is the leader's term times `BALLOTS`, plus the number of
+the leader's round."""
 STORAGE_PAUSE_S = 5.0
 """Seconds between two listings of storage while the job waits for it: storage does not
 answer, or has lost its steps."""
@@ -82,7 +84,7 @@ class Resize:
     """Time at which the job is formed in any case, in seconds on the monotonic
     clock."""
     ready: set[str] = field(default_factory=set)
-    """The hosts whose processes have compiled what they can."""
+    """The hosts whose processes have reported that they have compiled ahead."""
 
 
 class Rendezvous:
@@ -147,14 +149,15 @@ class Rendezvous:
         begins with this host, because checking all hosts takes longer."""
         self._storage_missed = self._fatal = False
         self._keep = 0
-        """Number of the world whose trainers keep their processes in this round."""
+        """Number of the world whose trainers keep their processes in this round; 0 if
+        no trainer keeps its process."""
         self._given_up: set[str] = set()
         """The hosts whose trainers do not keep their processes in this round, so that
-        others can leave their collectives."""
+        the trainers of other hosts can leave their collectives."""
         self._because = ""
         """Why no trainer keeps its process in this round; "" if trainers do."""
         self._swaps = 0
-        """Number of formations in the same world since one has trained."""
+        """Number of formations in the current world since every slot last trained."""
         self._resize: Resize | None = None
         """The formation of another size for which processes compile ahead, if any."""
         self._end: RetryDecision | None = None
@@ -171,9 +174,11 @@ class Rendezvous:
         self.form(decision.message)
 
     def form(self, *reasons: RoundReason | str, fatal: bool = False) -> None:
-        """Begins a new formation, or another attempt at the current one.
+        """Begins a round (an attempt to form the job).
 
-        Does nothing while the job ends.
+        Orders the connected hosts to stop training and to report their copies. Once
+        they have reported, `gathered` decides the formation. Does nothing while the job
+        ends.
 
         Args:
             *reasons: the causes; a plain text names no host.
@@ -224,8 +229,10 @@ class Rendezvous:
         )
 
     def _end_world(self) -> None:
-        """Forgets the world, and ends its coordination service if one host has it;
-        hosts that are ordered to keep no trainer end theirs."""
+        """Forgets the world, and orders the end of its coordination service.
+
+        Orders nothing if each process has a coordination service of its own.
+        """
         old, self.world = self.world, WorldPlan(number=0, indices={}, size=0)
         self._swaps = 0
         if old.server and self.current is not None:
@@ -233,16 +240,16 @@ class Rendezvous:
             self._send(old.server, "serve", ballot=ballot, server="", size=old.size)
 
     def trained(self) -> None:
-        """Records that every slot trains."""
+        """Records that every slot trains, and calls `rehearse`."""
         self._swaps = 0
         self.failures.trained()
         self.rehearse()
 
     def rehearse(self) -> None:
-        """Orders the processes in the world to compile ahead the formations that would
-        follow the loss of one host.
+        """Orders the processes in the world to compile for formations that may follow.
 
-        Does nothing while not all slots train.
+        These are the formations after the loss of one host, and `_resize`. Does nothing
+        unless all slots train and processes can compile ahead.
         """
         round_, old = self.current, self.assignment
         if round_ is None or old is None or not self._can_rehearse:
@@ -265,7 +272,11 @@ class Rendezvous:
 
     @property
     def _can_rehearse(self) -> bool:
-        """Whether all slots train, and processes can compile the next formation."""
+        """Whether all slots train, and processes can compile for the next formation.
+
+        Processes can do this on CPU only, with hot swaps, and not in the last formation
+        of a world.
+        """
         return (
             self.current is not None
             and self.current.reported
@@ -274,14 +285,15 @@ class Rendezvous:
         )
 
     def rehearse_size(self, slots: int) -> bool:
-        """Lets processes compile ahead for another number of slots, while they train.
+        """Lets processes compile for a formation with another number of slots.
 
-        The first call for a formation orders its processes to do so.
+        The first call for a formation orders its processes to compile while they train.
 
         Returns:
-            Whether the job can be formed now: all have reported that they have, or
-            `timeouts.start` is over. True at once if they cannot compile ahead: if a
-            host of the formation is not in the world, or if the job has a plan, which
+            Whether the job can be formed with `slots` slots now: all these processes
+            have reported that they have compiled, or `timeouts.start` seconds are over.
+            True at once if they cannot compile ahead (`_can_rehearse`), if a host of
+            the formation has no process in the world, or if the job has a plan, which
             belongs to one number of slots.
         """
         round_, old, now = self.current, self.assignment, self._loop.now()
@@ -327,8 +339,12 @@ class Rendezvous:
         return tuple(self.world.indices[host] for host in hosts)
 
     def _after_losses(self, round_: Round, old: SlotAssignment) -> list[list[int]]:
-        """Computes the places of the slots after the loss of each host, if a spare's
-        process is in the world."""
+        """Computes the formation after the loss of each host that has a slot.
+
+        A formation is given by the index of the process of each slot. Leaves out a loss
+        after which a slot would have no host with a process in the world, and losses
+        beyond the first `MOST_REHEARSED` slots.
+        """
         usable = self._registry.usable()
         seating = self._seating(round_, usable)
         formations: list[list[int]] = []
@@ -340,7 +356,11 @@ class Rendezvous:
         return formations
 
     def admit(self, host: str) -> None:
-        """Gives a spare host that has joined a place in the world, if one is free."""
+        """Gives a new spare host a place in the world, and orders it to join the world.
+
+        Does nothing if no place is free, if the job has no hot swaps or no world, or
+        before the world's coordination service serves.
+        """
         if not (self._config.hot_swap and self.world.number) or not self.current:
             return
         if self.world.server and not self.world.address:
@@ -380,8 +400,8 @@ class Rendezvous:
     def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
         """Returns the peers to which a host must try to connect, with their addresses.
 
-        Returns {} in a served job, and if no network cut between hosts is suspected or
-        known.
+        Returns {} if no network cut between hosts is suspected or known, and in a
+        served job (whose processes the user starts).
         """
         doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
         if not doubted or not self._seats.ends_by_itself:
@@ -414,9 +434,9 @@ class Rendezvous:
     def gathered(self) -> None:
         """Decides the formation if every expected host has answered.
 
-        Does nothing in other phases than "gathering", or while storage is being listed.
-        Does nothing either while the commit of a complete step waits to be recorded,
-        unless the store does not answer.
+        Does nothing in other phases than "gathering", while storage is being listed,
+        and while a commit waits to be recorded. A store that does not answer is not
+        waited for.
         """
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
@@ -495,8 +515,10 @@ class Rendezvous:
         self.gathered()
 
     def _learn(self, round_: Round) -> None:
-        """Takes from the hosts' replies the assignment and the commits that are newer
-        than those known here. The store may have lost them."""
+        """Takes newer assignments and commits from the hosts' replies.
+
+        The store may have lost an assignment or a commit that a host knows.
+        """
         told = round_.assignment_told
         if told is not None and (
             self.previous is None or told.epoch > self.previous.epoch
@@ -563,15 +585,19 @@ class Rendezvous:
 
     @property
     def available(self) -> int:
-        """The number of usable hosts, without those set aside because other hosts do
-        not reach them."""
+        """The number of usable hosts, without the hosts that get no slot because other
+        hosts do not reach them."""
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
         return len(usable) - len(self._set_aside(usable))
 
     def look_for_links(self) -> None:
-        """Orders hosts that did not reach each other to try again, when that is due."""
+        """Orders hosts that did not reach each other to try to connect again.
+
+        Does nothing before the pause since the last try is over, or unless the job
+        trains or waits for hosts.
+        """
         settled = self.phase == "running" or self.phase == "waiting"
         if self.frozen or not settled or not self._reach.is_due(self._loop.now()):
             return
@@ -628,8 +654,8 @@ class Rendezvous:
             self._end_world()
         self.world = world
         for host in decision.located.odd if decision.located else ():
-            line = f"{host} holds other bytes under step {decision.step}'s number"
-            self._journal.say(f"{line}: its copies of them are not used")
+            line = f"{host} holds other bytes of step {decision.step} than its peers"
+            self._journal.say(f"{line}: its copies of these slices are not used")
         self._storage_missed = False
         if round_.assignment.rung == 3:
             self._explain_storage(round_.decision.passed_over, round_.assignment)
@@ -644,7 +670,16 @@ class Rendezvous:
             )
 
     def serving(self, host: str, address: str, error: str) -> None:
-        """Handles the report that JAX's coordination service serves, or failed."""
+        """Handles a host's report on JAX's coordination service, which it had to start.
+
+        Once the service serves, the assignment is recorded. If it failed, another round
+        begins.
+
+        Args:
+            host: the reporting host.
+            address: host:port of the service; "" if it failed.
+            error: why the service failed; "" if it serves.
+        """
         round_ = self.current
         if round_ is None or self.phase != "assigning" or self.world.address:
             return
@@ -696,8 +731,10 @@ class Rendezvous:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Waits for storage that is silent or has lost its steps. Without the user's
-        request, the job must not start again from the initial state."""
+        """Waits for storage that does not answer or has lost its steps.
+
+        The job must not start again from the initial state without the user's request.
+        """
         if not self._storage_missed:
             self._storage_missed = True
             for reason in reasons:
@@ -843,10 +880,12 @@ class Rendezvous:
             self._order_prefetch(text, self.assignment)
 
     def _order_prefetch(self, layout: str, assignment: SlotAssignment) -> None:
-        """Orders each spare host to fetch ahead what no step changes of one slot.
+        """Orders each spare host to fetch the slices of one slot that no step changes.
 
-        Each spare gets another slot, in the order in which the spares joined, so that a
-        new spare changes the slot of no other. Slots have equal bytes.
+        The spare can then take the slot with fewer transfers. Spares are numbered in
+        the order in which they joined, and spare n gets slot n modulo the number of
+        slots. So a new spare does not change the slots of earlier spares. Does nothing
+        in a served job (whose processes the user starts).
         """
         if self._seats.attached:
             return

@@ -1,5 +1,6 @@
-"""Pure functions that compute a formation: from hosts' replies to orders for each slot.
+"""Pure functions that compute a formation from hosts' replies, and the hosts' orders.
 
+A formation is an assignment of hosts to slots, with the state that each host restores.
 A `Round` is one attempt to form the job. The functions here make a round or derive
 values from one; `rendezvous` decides when each is called.
 """
@@ -26,9 +27,9 @@ Ballot = tuple[int, int]
 
 
 Cause = Literal["lost", "killed", "signal", "other"]
-"""The kind of an event. In this order: a lost host, a trainer killed by SIGKILL, a
-trainer killed by another signal, anything else. An event of one kind may have caused
-events of the kinds after it."""
+"""The kind of an event for which a round begins. lost: a host was lost. killed: a
+trainer was killed by SIGKILL. signal: a trainer was killed by another signal. other:
+anything else. An event of one kind may have caused events of the kinds after it."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """Returns the reasons of one kind, the first in `Cause` that some reason has.
+    """Returns the root causes: the reasons whose kind comes first in `Cause`.
 
-    Returns [] if there are no reasons.
+    All returned reasons have the same kind. Returns [] if there are no reasons.
     """
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
@@ -149,8 +150,11 @@ class Round:
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
 
     def members(self, world: int) -> dict[str, int]:
-        """Returns the hosts that have reported a process without a slot in a world,
-        with the index of the process."""
+        """Returns host to process index, of the hosts with a process in a world.
+
+        These are the hosts that have reported a process in the world with the number
+        `world`. Returns {} for `world` 0.
+        """
         told = self.replies.items()
         return {
             host: reply["place"]
@@ -228,10 +232,20 @@ def assign(
 ) -> tuple[SlotAssignment, RecoveryDecision]:
     """Decides which step is restored from where, and makes the assignment.
 
-    Trainers keep their processes if the formation is not the first in `world`.
-
-    The hosts in `aside` get no slot, because some other hosts do not reach them. So
-    their copies are used only if the step cannot be restored without these copies.
+    Args:
+        round_: the round, with the hosts' replies.
+        filled: the record of each slot's host.
+        previous: the previous assignment; None if there is none.
+        commits: the recorded commits, newest first.
+        storage_steps: the steps that storage holds.
+        quarantined: the steps whose commits must not be restored from memory.
+        domains: the failure domains of the hosts.
+        copies: the requested number of copies of every slice.
+        asked_slots: the number of slots that a user has requested; 0 without a request.
+        aside: hosts without a slot that some other hosts do not reach. Their copies are
+            used only if the step cannot be restored from memory without these copies.
+        world: the world of the formation. If the formation is not the first in it,
+            trainers keep their processes.
     """
     hosts = tuple(record.host for record in filled)
 
@@ -333,10 +347,10 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Computes for each host the host:port of an export's coordination service.
+    """Returns for each host the host:port of an export's coordination service.
 
-    In an export, only the host of rank 0 starts the service. Leaves out hosts of the
-    assignment that are not in `hosts`.
+    In an export, only the host of rank 0 starts the service, at its host:port. Leaves
+    out hosts of the assignment that are not in `hosts`.
     """
     told = {**round_.replies, **round_.prepared}  # between formations the former only
     ports = {host: known.get("export_port", 0) for host, known in told.items()}

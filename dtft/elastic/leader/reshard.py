@@ -2,7 +2,7 @@
 
 A user's process may request a step on other shardings than the saved shardings.
 `ReshardPlans` keeps the newest commit's layout, digests and holders, and computes for
-each host the regions of which its new slices are made.
+each host the regions (parts of old slices) that make up its new slices.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,10 @@ class NotPlanned(Exception):
 
 
 class ReshardPlans:
-    """The newest commit of one formation, and the reshard plan made last."""
+    """The newest commit of one formation, and the reshard plan made last.
+
+    A formation is an assignment of hosts to slots.
+    """
 
     def __init__(self, located: Located | None, layout: Layout | None) -> None:
         """Starts with the commit restored from memory, and its layout.

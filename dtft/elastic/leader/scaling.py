@@ -278,17 +278,17 @@ def serve_change(
     kind: type[Wanted],
     ask: Callable[[Wanted, Answer], None],
 ) -> None:
-    """Serves one request to change the job: replies when the job trains so.
+    """Serves one request to change the job: replies once the job trains as requested.
 
     The reply is an error if the request is malformed or refused, if the job will not
-    train so, if this host stops leading, or if the requester's time limit (at most a
-    day) is over.
+    train as requested, if this host stops leading, or if the requester's time limit (at
+    most a day) is over.
 
     Args:
         channel: the connection of the requester.
-        name: the field of the request that has what is wanted.
-        kind: type of this field: int for a number of replicas, str for a host.
-        ask: passes the field and the function for the answer to the leader.
+        name: the name of the request's field with the requested value.
+        kind: type of this value: int for a number of replicas, str for a host to drain.
+        ask: passes the value and the function for the answer to the leader.
     """
     request = _asked(channel)
     wanted, limit_s = request.get(name), request.get("limit_s")
@@ -303,7 +303,7 @@ def serve_change(
     try:
         reply = answers.get(timeout=max(0.0, min(float(limit_s), 86400.0)))
     except queue.Empty:
-        reply = {"error": f"the job did not train so within {limit_s:.0f} s"}
+        reply = {"error": f"the job did not change within {limit_s:.0f} s"}
     channel.send(reply, timeout_s=ASK_S)
     _asked(channel)  # the caller confirms that it has the reply
 

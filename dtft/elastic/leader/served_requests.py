@@ -1,9 +1,10 @@
 """Answers requests to the leader of a served job, whose processes the user starts.
 
-A process waits until a step is committed or stored (`Flush`), or requests a step on
-other shardings (`reshard` plans the transfers). A user requests an export of the newest
-commit, not of the next one, because the processes decide when to save again;
-`BetweenRuns` handles this request while no process runs.
+* A process waits until a step is committed or stored (`Flush`).
+* A process requests a step on other shardings (`reshard` plans the transfers).
+* A user requests an export of the newest commit. The export does not wait for the next
+  commit, because the processes decide when to save again. `BetweenRuns` handles this
+  request while no process runs.
 """
 
 import dataclasses
@@ -24,14 +25,17 @@ from dtft.elastic.leader.rendezvous_plan import Ballot, Round, causes
 from dtft.elastic.leader.reshard import NotPlanned, ReshardPlans
 
 ATTACHED = (
-    "the processes have attached again before it was written; ask again once they "
-    "have saved a step, or when they have ended"
+    "the processes have attached again before the step was written; ask again once "
+    "they have saved a step, or when they have ended"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flush:
-    """A process's wait until a step is committed or stored."""
+    """A process that waits until `step` is committed or, with `store`, in storage.
+
+    The answer to the process contains `token`.
+    """
 
     ballot: Ballot
     host: str
@@ -41,11 +45,11 @@ class Flush:
 
 
 class BetweenRuns:
-    """Exports a served job's newest commit while no process runs. Used by the event
-    loop.
+    """Exports a job's newest commit while none of the user's processes runs.
 
-    First a round asks the hosts which copies they hold, because some hosts may have
-    been lost since the last round. `export_plan` decides which hosts write.
+    Used by the event loop. First a round asks the hosts which copies they hold, because
+    some hosts may have been lost since the last round. `export_plan` decides which
+    hosts write.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class BetweenRuns:
     def tick(self) -> None:
         """Orders the requested export once hosts have reported their copies.
 
-        Refuses the export if the processes have attached again. Orders an export again
-        that a new round has interrupted.
+        Refuses the export if the processes have attached again. If a new round has
+        interrupted an export, orders it again.
         """
         round_, phase = self._rendezvous.current, self._rendezvous.phase
         if round_ is None or phase == "gathering":
@@ -122,7 +126,10 @@ class BetweenRuns:
 
 
 class Requests:
-    """Requests to the leader of a served job. Used by the event loop."""
+    """Handles requests to the leader of a job whose processes the user starts.
+
+    Used by the event loop.
+    """
 
     def __init__(
         self,
@@ -193,9 +200,9 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """Adds a process's wait until `step` is committed.
+        """Adds a process that waits until `step` is committed.
 
-        With `store`, the wait lasts until `step` or a later step is in storage. The
+        With `store`, the process waits until `step` or a later step is in storage. The
         answer to the process contains `token`.
         """
         round_ = self._rendezvous.current
@@ -224,14 +231,16 @@ class Requests:
             self._settle()
 
     def committed(self, commit: Commit) -> None:
-        """Handles a commit that the store has recorded: ends the waits for it."""
+        """Handles a commit that the store has recorded; answers the processes that wait
+        for its step."""
         coordinator = self._rendezvous.coordinator
         if coordinator is not None and self._rendezvous.assignment is not None:
             self._newest().committed(commit, coordinator.placement)
         self._settle()
 
     def exported(self, host: str, step: int, ok: bool, error: str) -> None:
-        """Handles the end of an export: ends the waits for its step and earlier steps.
+        """Handles the end of an export; answers the processes that wait for its step or
+        an earlier step.
 
         After a failed export, sends the error to every process that waits for storage,
         and to the process of every slot.
@@ -241,8 +250,8 @@ class Requests:
             why = error.partition("\n")[0][:300]
             text = (
                 f"step {step} did not reach storage in {self._directory}: {why} "
-                f"({host}). Steps stored before are as they were; the next that is due "
-                "is tried."
+                f"({host}). Steps stored before are unchanged; the next step that is "
+                "due is tried."
             )
             slots = (
                 self._rendezvous.assignment.slots if self._rendezvous.assignment else ()
@@ -254,9 +263,12 @@ class Requests:
         self._settle()
 
     def _settle(self) -> None:
-        """Ends the waits whose step is committed or stored, but none while an export is
-        in progress. Orders an export if a wait or a request needs one. Drops the waits
-        of earlier rounds."""
+        """Answers the processes whose awaited step is committed or, if they wait for
+        storage, stored.
+
+        Orders an export if a process or a request needs one. While an export is in
+        progress, answers no process. Drops the waits of earlier rounds.
+        """
         round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         ballot = round_.ballot if round_ else None
         self._flushes = tuple(f for f in self._flushes if f.ballot == ballot)

@@ -1,10 +1,9 @@
 """Ends a job as done, stopped or failed.
 
 First the last committed step is exported, unless storage has the step. If hosts are
-missing and the others cannot export the step, the job ends with the newest step in
-storage.
-`Shutdown` reads the state of rendezvous and commit coordinator and has the result
-recorded.
+missing and the remaining hosts cannot export the step, the job ends with the newest
+step in storage. `Shutdown` reads the state of rendezvous and commit coordinator, and
+writes the job's result to the store.
 """
 
 import dataclasses
@@ -27,11 +26,12 @@ EXPORT_FAILURES = 3
 
 
 RESULT_LEASES = 2
-"""Leases for which the result of an ended job waits for a store that is away."""
+"""Duration, in leases, for which the result of an ended job waits for a store that does
+not answer."""
 RESULT_LEASES_LOST = 12
-"""Leases for which the result waits for the store while a host is lost. A lost host may
-come back after all others have left; without a result in the store it would wait for
-them for ever."""
+"""Duration, in leases, for which the result waits for the store while a host is lost. A
+lost host may come back after all other hosts have left; without a result in the store
+it would wait for these hosts for ever."""
 
 
 class Shutdown:
@@ -170,10 +170,10 @@ class Shutdown:
         )
 
     def conclude_for_others(self) -> None:
-        """Ends a job that waits for hosts although storage has the job's last step.
+        """Ends a job that waits for hosts if storage has the job's last step.
 
-        So a host does not wait for ever if the job ended while the host was away and
-        the store has lost the result.
+        The job has then ended before, and the store has lost the result. A host that
+        was away at that end would otherwise wait for ever for the other hosts.
         """
         last = self._config.last_step
         if last and self._rendezvous.phase == "waiting" and last in self._storage.steps:
@@ -182,9 +182,10 @@ class Shutdown:
     def result_without_store(self) -> str:
         """Returns an ended job's result if the store has not recorded it in time.
 
-        The result is JSON. The time is `RESULT_LEASES` leases, or `RESULT_LEASES_LOST`
-        while a host is lost. Returns "" before that time and while the store answers.
-        Returns "" also while a host that would miss the result is not connected.
+        The result is JSON. The time is `RESULT_LEASES` leases after the job's end, or
+        `RESULT_LEASES_LOST` leases while a host is lost. Returns "" before that time,
+        while the store answers, and while a host that would miss the result is not
+        connected.
         """
         leases = RESULT_LEASES_LOST if self._registry.lost_hosts else RESULT_LEASES
         late = self._loop.now() > self._ended_at + leases * self._config.timeouts.lease
@@ -198,7 +199,7 @@ class Shutdown:
         return "" if missing else self._result
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
-        """Has the job's result recorded; does nothing in a second call.
+        """Queues the write of the job's result to the store; works only once.
 
         Every agent then ends with exit code `code`. A `code` of 0 becomes 1 if `status`
         is "error".

@@ -37,8 +37,10 @@ class JobSizes:
         self._asked_before = 0
 
     def formed(self, assignment: SlotAssignment) -> None:
-        """Takes the requested number of slots from the newest assignment, in case the
-        store has lost the request."""
+        """Remembers the requested number of slots that the newest assignment contains.
+
+        `asked` returns it if the store has lost the request.
+        """
         self._asked_before = assignment.asked_slots
 
     @property
@@ -102,8 +104,8 @@ class JobSizes:
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:
-        """The numbers of slots that `choose` does not check: that of `groups`, that of
-        the newest commit, and the excluded numbers."""
+        """Returns the numbers of slots that `choose` need not check: the number of
+        `groups`, the number of the newest commit, and the excluded numbers."""
         return {groups.slots, self.committed, *self._unfit}
 
     def is_new(self, assignment: SlotAssignment | None) -> bool:

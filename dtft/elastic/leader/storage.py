@@ -2,7 +2,7 @@
 
 From the outcomes of exports, `StorageHealth` makes messages about failing or slow
 storage and chooses the time of the next try. `StorageWatch` lists the steps on a
-thread: while a network file system hangs, the last listing counts.
+thread: while a network file system hangs, the last listing is used.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def advice(error: str) -> str:
 
 
 class StorageHealth:
-    """Failures and slowness of one job's storage, from the outcomes of its exports."""
+    """Tracks the failed and slow exports of one job; makes messages about them."""
 
     def __init__(self, directory: Path | str) -> None:
         """Starts with no failure; `directory` is used in messages only."""

@@ -1,16 +1,18 @@
 """Pure decisions about the world: the JAX processes that a formation is made of.
 
-A world has a fixed number of places, each with an index: one for each host with a slot,
-and some for spares. It lasts over formations. When a host is lost, the processes of the
-other hosts stay in the world, and the next formation is made of them and of a spare's
-process (a hot swap). A place whose process has died can be taken by another process.
-Without hot swaps a world is one formation.
+A formation is an assignment of hosts to slots. A world has a fixed number of places,
+each with an index: one for each host with a slot, and some for spares. A world can last
+over several formations: when a host is lost, the processes of the other hosts stay in
+the world, and the next formation is made of these processes and of a spare's process (a
+hot swap). A place whose process has died can be taken by another process. Without hot
+swaps a world has one formation.
 
 On CPU each process has a coordination service of its own (`train.world`), so every
-process can leave its collectives by itself. On accelerators one host serves the world.
-There a process can leave only the collectives of a process that the service believes to
-be lost. So the leader names the places that are to be lost (`given_up`), and the world
-ends with the host that serves it.
+process can leave its collectives by itself. On accelerators the coordination service of
+one host serves the whole world, and a process can leave a collective only if the
+service believes that another process in the collective is lost. So the leader names
+the places that the service is to believe lost (`given_up`), and the world ends with the
+host that serves it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,15 +40,17 @@ class WorldPlan:
     turn: int = 0
     """Number of the current formation in this world, from 0."""
     because: str = ""
-    """Why the processes of the world before could not be kept; not recorded."""
+    """Why the processes of the previous world could not be kept; "" if they are kept.
+    Not recorded in the store."""
 
     @property
     def record(self) -> tuple[int, int, int]:
-        """The world in `SlotAssignment.world`; inverse of `recorded`."""
+        """(number, size, turn), as recorded in `SlotAssignment.world`."""
         return self.number, self.size, self.turn
 
     def seat(self, host: str) -> dict[str, object]:
-        """Returns what a host's process needs to join the world."""
+        """Returns the field `world` of orders, with which a host's process joins the
+        world. "index" is the place of the process."""
         return {
             "number": self.number,
             "address": self.address,
@@ -93,7 +97,7 @@ def new_world(
             `SPARE_PLACES` more places, and no host gets place 0, whose process
             publishes the devices of all.
         served: whether the first slot's host serves the world.
-        because: why the processes of the world before could not be kept.
+        because: why the processes of the previous world could not be kept.
 
     >>> new_world(1, ("b", "a"), lasts=True).indices
     {'b': 1, 'a': 2}
@@ -126,11 +130,11 @@ def why_restarted(
 
     Args:
         world: the world of the last formation.
-        swaps: number of formations in it since one has trained.
-        lasts: whether worlds of this job last.
+        swaps: number of formations in this world since a formation has trained.
+        lasts: whether worlds of this job can last over several formations.
         fatal: whether the same processes would fail again.
         named: the hosts that the reasons of the round name: lost, failed, or leaving.
-        lost: those of them that are lost.
+        lost: the hosts in `named` that are lost.
         is_training: whether processes may be in collectives.
 
     >>> world = new_world(1, ("a", "b"), lasts=True)
@@ -160,10 +164,10 @@ def why_restarted(
 
 
 def given_up(world: WorldPlan, named: Collection[str]) -> list[int]:
-    """Returns the places whose processes the coordination service is to give up.
+    """Returns the places of processes that the coordination service is to believe lost.
 
-    The processes in other places can then leave their collectives. None is given up in
-    a world whose processes have services of their own.
+    The processes in other places can then leave their collectives. Returns [] if each
+    process of the world has a coordination service of its own.
 
     Args:
         world: the world of the last formation.
@@ -229,9 +233,14 @@ def sound(
 ) -> dict[str, int]:
     """Returns the place of each host, without the hosts whose report cannot be right.
 
-    A place is right from 1 to `size` - 1, because no host gets place 0. If two hosts
-    report one place, which two leaders have given out, one of them keeps it: a host in
-    `slots` before other hosts, of several the first by name.
+    A place must be from 1 to `size` - 1, because no host gets place 0. Two hosts can
+    report the same place if two leaders have given it to them. Then only one of the
+    hosts is returned: a host in `slots` if there is one, and the first by name.
+
+    Args:
+        places: host to the place that it has reported.
+        size: number of places of the world.
+        slots: the hosts that are to have a slot.
 
     >>> sound({"a": 1, "b": 2, "c": 2, "d": 0, "e": 99}, 11, {"c"})
     {'c': 2, 'a': 1}
@@ -244,10 +253,10 @@ def sound(
 
 
 def admitted(world: WorldPlan, host: str, there: Collection[str]) -> WorldPlan | None:
-    """Gives a joining spare host a free place; None if no place is free.
+    """Gives a joining spare host a free place in a world; keeps a place that it has.
 
     A place is free if its host is not in `there`, the hosts that may have a process in
-    the world. The host may have had a place before.
+    the world. Returns the new world, or None if no place is free.
     """
     indices = {it: at for it, at in world.indices.items() if it in there or it == host}
     free = sorted(set(range(1, world.size)) - set(indices.values()))

@@ -60,7 +60,11 @@ def text(value: object) -> bool:
 
 
 def root(value: object) -> bool:
-    """Whether a value is a str as long as a root digest in hexadecimal."""
+    """Whether a value is a str with the length of a root digest in hexadecimal.
+
+    A root digest is one digest over the digests of many slices. The characters are not
+    checked.
+    """
     return isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
 
 
@@ -83,7 +87,10 @@ def digests(value: object) -> bool:
 
 
 def ballot(value: object) -> bool:
-    """Whether a value is a ballot: the two numbers (term, counter)."""
+    """Whether a value is a ballot: a pair of ints (leader's term, counter).
+
+    A ballot is the number of a round, which is one attempt to form the job.
+    """
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
     return number(value[0]) and number(value[1])
@@ -159,7 +166,10 @@ def or_empty(check: Check) -> Check:
 
 
 items: Check = map_of(text, anything)
-"""Check for a step's items, its parts that are not arrays: a dict with str keys."""
+"""Check for the items of a step: a dict with str keys and any values.
+
+Items are the parts of a step that are not arrays.
+"""
 
 
 @functools.lru_cache(maxsize=4)
@@ -174,8 +184,10 @@ def known_layout(text: str) -> Layout:
 
 _known_assignment = functools.lru_cache(maxsize=4)(SlotAssignment.from_json)
 known_commit = functools.lru_cache(maxsize=4)(Commit.from_json)
-"""Parses a commit from JSON that passes the check `commit`; the last four commits are
-cached, because a text is checked before it is used."""
+"""Parses a commit from JSON that passes the check `commit`.
+
+The last four commits are cached, so the parse in the check serves the handler, too.
+"""
 
 
 @functools.lru_cache(maxsize=4)
@@ -221,7 +233,11 @@ _piece = record_of(path=text, start=_shape, stop=_shape, dtype=text)
 
 
 def piece(value: object) -> bool:
-    """Whether a value is a `Slice` as a dict."""
+    """Whether a value is a dict with the fields of a `Slice`.
+
+    Each number in `start` must be at most the number at the same index in `stop`, and
+    NumPy must know the dtype.
+    """
     if not _piece(value):
         return False
     assert isinstance(value, dict)
@@ -239,7 +255,7 @@ def piece(value: object) -> bool:
 
 
 def region(value: object) -> bool:
-    """Whether a value is a `Region` as a dict.
+    """Whether a value is a dict with the fields of a `Region`: slices as dicts.
 
     The slice `moved` must lie inside the slices `old` and `new`.
     """
@@ -268,8 +284,8 @@ def fault(
     Args:
         message: the received message.
         table: the fields of each known op, and their checks.
-        optional: op to the fields that may be left out.
-        kind: "report" or "order", for the error.
+        optional: the fields that may be left out, for each op.
+        kind: "report" or "order"; used in the error's text.
     """
     if not isinstance(message, Mapping):
         return f"a {kind} is a map, not {short(message)}"

@@ -235,7 +235,7 @@ def _assemble(order: Message, host: str | None) -> str | None:
 
 
 def _without_digest(order: Message) -> str | None:
-    """Returns an error if the order lacks the digest of a slice to fetch, else None."""
+    """Returns an error text if `order` has no digest of a slice to fetch, else None."""
     known = order["digests"].keys()
     for transfer in order.get("transfers", ()):
         for key in transfer["keys"]:

@@ -186,7 +186,7 @@ SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
     "wanted": {"ballot": ballot, "slot": number, "step": number, "layout": layout},
     "process_gone": {"ballot": ballot},
 }
-"""As `REPORT_FIELDS`, for a job whose processes the user starts (--serve-only)."""
+"""Like `REPORT_FIELDS`, for a job whose processes the user starts (--serve-only)."""
 
 OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "holdings": frozenset(
@@ -249,18 +249,24 @@ def misfit(
     slots: Mapping[str, int],
     layout: Layout | None,
 ) -> str | None:
-    """Checks a report, whose fields are valid, against the current formation.
+    """Checks a report against the current assignment of hosts to slots.
 
-    Checks only reports whose op is in `OF_A_SLOT`. The host must have a slot, and the
-    slot in the report must be this slot. A layout in the report must have as many slots
-    as the formation. A `staged` report must have one entry in `digests` for each slice
-    of the slot. Returns the first error in words, or None.
+    Each field of the report must be valid (`fault_of_report`). Only reports whose op is
+    in `OF_A_SLOT` are checked:
+
+    * The host must have a slot, and a slot in the report must be this slot (in a `held`
+      report, `target` must be). `source` in a `held` report must be one of the slots.
+    * A layout in the report must have as many slots as the assignment.
+    * A `staged` report must have one entry in `digests` for each slice of the slot.
 
     Args:
         host: the reporting host.
         message: the report.
         slots: host to slot; empty while no slot is assigned.
-        layout: layout of the formation's state; None while the layout is unknown.
+        layout: layout of the state; None while the layout is unknown.
+
+    Returns:
+        The first error in words, or None.
     """
     op = message["op"]
     if op not in OF_A_SLOT:
