@@ -49,17 +49,19 @@ class Collective:
 
 
 ComputeKind = Literal["products", "attention", "element-wise", "other"]
-"""Kinds of work: matmuls and convolutions; attention, with its matmuls and softmax;
-element-wise operators; reductions, gathers, scatters, sorts."""
+"""Kinds of work. `products`: matmuls and convolutions outside of attention.
+`attention`: attention, with its matmuls and softmax. `element-wise`: operators that XLA
+fuses, such as element-wise functions and casts. `other`: all other operators, such as
+reductions, gathers, scatters and sorts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeShare:
-    """An operator of a step, or several that are alike, with their seconds."""
+    """Seconds of an operator of a step, or of all operators with the same `where`."""
 
     where: str
-    """The parameter that the operator reads, or its primitive and shape; and the part
-    of the step."""
+    """What the operator does: `gradient of` a parameter; or the parameter that it
+    reads, else its primitive and shape, and `forward` or `backward`."""
     seconds: float
 
 
@@ -103,8 +105,10 @@ class Prediction:
 
     @property
     def relative_error(self) -> float:
-        """Half of the interval's width, as a share of `step_s`; 0 if this is 0. Reports
-        print no digits of predicted seconds that are finer."""
+        """Half of the interval's width, as a share of `step_s`; 0 if `step_s` is 0.
+
+        Reports round predicted seconds to the digits that this error allows.
+        """
         width_s, step_s = self.high_s - self.low_s, self.step_s
         return max(0.0, width_s / 2 / step_s) if step_s else 0.0
 
@@ -165,8 +169,8 @@ class Plan:
     examples: int = 0
     """Examples in a step; 0 if unknown."""
     at_peak_s: float = 0.0
-    """Seconds that the devices take, at their peak, for the products of the forward and
-    backward pass, without what is computed again."""
+    """Seconds of the matmuls, convolutions and custom kernels of the forward and
+    backward pass at the peak FLOP/s of all devices, without recomputed ones."""
     bound_s: float = 0.0
     """Lower bound in seconds of the step time of any plan on this cluster."""
     alternatives: tuple[Alternative, ...] = ()
@@ -189,8 +193,8 @@ class Plan:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilization: the share of the devices' peak that products without
-        recomputation reach; 0 if unknown."""
+        """Model FLOP utilization: `at_peak_s` as a share of the predicted step time; 0
+        if unknown."""
         step_s = self.prediction.step_s
         return self.at_peak_s / step_s if step_s else 0.0
 
@@ -225,7 +229,8 @@ def _check(plan: Plan) -> None:
     """Checks mesh, knobs, specs, axes and host paths of a plan read from a file.
 
     Raises:
-        ValueError: a field has a value that no plan has; the message names the field.
+        ValueError: a field has a value that is not allowed; the message names the
+            field.
     """
     _check_choice("", plan.mesh, plan.knobs)
     for at, one in enumerate(plan.alternatives):
