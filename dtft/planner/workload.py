@@ -136,10 +136,10 @@ _OF_PARTS = ("pad", "concatenate")
 def gradients(question: "Workload") -> dict[int, str]:
     """Finds the values that are gradients of parameters, or terms of such a gradient.
 
-    The search goes back from each updated parameter, through the update and the
-    backward pass, to results of operators that are neither element-wise nor of kind
-    `layout`. It follows operands that have as many elements as the result; of a pad or
-    concatenation it follows all operands.
+    The search goes back from each updated parameter, through the update and through
+    element-wise and `layout` operators of the backward pass, to the results of other
+    operators of the backward pass. It follows operands that have as many elements as
+    the result; of a pad or concatenation it follows all operands.
 
     Args:
         question: the traced step.

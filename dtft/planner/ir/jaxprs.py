@@ -28,7 +28,8 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),
 }
-"""Map from each primitive that only calls programs to the parameters with programs."""
+"""Map from each primitive that only calls programs to the names of the parameters that
+hold these programs."""
 
 _PLAIN = frozenset({"jit", "pjit", "closed_call", "call", "eval_jaxpr"})
 """Calls that are equivalent to their inlined bodies."""
