@@ -137,13 +137,15 @@ def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def dot(case: Case) -> Linked:
     """Rule of a matmul: the result has the batch dims, then the free dims of the left
-    operand, then those of the right operand."""
+    operand, then the free dims of the right operand."""
     return _product(case, case.params["dimension_numbers"])
 
 
 def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
-    """Rule of a matmul with dimension numbers of a `dot_general`; the right operand's
-    dims at the positions `groups` are not in the result."""
+    """Rule of a matmul with the dimension numbers of a `dot_general`.
+
+    The right operand's dims at the positions `groups` are not in the result.
+    """
     (left_sum, right_sum), (left_batch, right_batch) = numbers
     left, right = case.operands[:2]
     for i, j in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
@@ -216,9 +218,11 @@ def convolution(case: Case) -> Linked:
 
 
 def gather(case: Case) -> Linked:
-    """Rule of a gather: an indexed dim of which one element is taken may be divided.
+    """Rule of a gather: each device looks up the elements that it has.
 
-    Each device then looks up the elements that it has, and the results are summed.
+    An operand's dim along which one element is taken may be divided; the results of the
+    devices are then summed. A dim that is taken whole is divided like the result's dim.
+    Dims along which several but not all elements are taken are needed undivided.
     """
     numbers, sizes = case.params["dimension_numbers"], case.params["slice_sizes"]
     operand, indices = case.operands[:2]
@@ -281,12 +285,13 @@ def attention(case: Case) -> Linked:
     """Rule of cuDNN's attention, forward and backward: examples and heads keep their
     dims.
 
-    Positions and features are needed undivided. Heads of keys and values may be fewer
-    than those of queries: a device then needs whole groups. In the forward pass, the
+    Positions and features are needed undivided. If keys and values have fewer heads
+    than queries, a device needs whole groups of query heads. In the forward pass, the
     operands are queries, keys, values, bias, lengths and offsets of sequences, and page
     tables; the results are the output and the logarithms of the sums of each row. The
-    backward pass has three more operands: these two results (the logarithms first) and
-    the output's gradient; its results are the gradients of the first operands.
+    backward pass has three more operands: the logarithms and the output of the forward
+    pass, and the output's gradient. Its results are the gradients of queries, keys,
+    values and, if there is one, bias.
     """
     along, heads = attention_dims(case.params)
     query, key, value, bias = case.operands[:4]
@@ -330,6 +335,8 @@ def attention(case: Case) -> Linked:
 
 def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
     """Derives the dims of an equation's results from the dims of its operands.
+
+    Uses the rule of the equation's primitive, or `_alike` for unknown primitives.
 
     Args:
         dims: all dims of the program; joined in place.
@@ -438,8 +445,8 @@ def factor_groups(
 ) -> list[tuple[list[int], list[int]]]:
     """Groups the dims of a reshape's operand with the dims of the result they become.
 
-    Returns a pair of positions (in the operand, in the result) for each group. Dims of
-    size 1 at the end may be in no group.
+    Returns for each group the positions of its dims in the operand, and the positions
+    of its dims in the result. Dims of size 1 at the end may be in no group.
 
     >>> factor_groups((2, 3, 4), (6, 2, 2))
     [([0, 1], [0]), ([2], [1, 2])]
@@ -466,8 +473,9 @@ def factor_groups(
 def _reshape(case: Case) -> Linked:
     """Rule of a reshape, for each group of `factor_groups`.
 
-    The operand's first dim of size > 1 and the result's are divided in the same way.
-    The operand's other dims are needed undivided.
+    The group's first dim of size > 1 in the operand and its first dim of size > 1 in
+    the result are divided in the same way. The operand's other dims of size > 1 are
+    needed undivided.
     """
     before, after = case.shapes[0], case.results[0]
     if math.prod(before) == 0 or case.params.get("dimensions") is not None:
@@ -500,8 +508,10 @@ def _reduce(case: Case) -> Linked:
 
 
 def _along(case: Case, place: int) -> Linked:
-    """Rule of operators along the dim at `place`, which is needed undivided. Results
-    have the dims of the operands."""
+    """Rule of operators along one dim, such as a cumulative sum or sort.
+
+    The dim at `place` is needed undivided. Results have the dims of the operands.
+    """
     full = [i for i, shape in enumerate(case.shapes) if shape == case.results[0]]
     case.join_all(list(zip(*(case.operands[i] for i in full), strict=True)))
     operand = case.operands[full[0]]
@@ -585,8 +595,10 @@ def _reverse(case: Case) -> Linked:
 
 
 def _last(count: int) -> Callable[[Case], Linked]:
-    """Makes the rule of operators on the last `count` dims, which are needed undivided.
-    Other dims of unchanged size are kept."""
+    """Makes the rule of operators on the last `count` dims, such as a Cholesky factor.
+
+    The last `count` dims are needed undivided. Other dims of unchanged size are kept.
+    """
 
     def rule(case: Case) -> Linked:
         operand = case.operands[0]

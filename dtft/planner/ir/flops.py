@@ -149,8 +149,8 @@ def register_kernel(
 
     The planner prices a registered kernel by its operations at the peak of its first
     operand's dtype, or by the bytes of its operands and results, whichever takes
-    longer. A kernel that is not registered is priced by its bytes alone, and
-    `plan.lints()` says so.
+    longer. A kernel that is neither registered nor has a `cost_estimate` is priced by
+    its bytes alone, and `plan.lints()` says so.
 
     Arrays of a kernel may be divided along dims that operands and results have in
     common, unless `jax.shard_map` is around the kernel. Without `dims`, these are dims
@@ -253,7 +253,7 @@ def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -
 
 
 def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts the operations of Horner's rule: 2 per element and coefficient but one.
+    """Counts the operations of Horner's rule: 2 per element and multiply-add.
 
     The operands, as of jax 0.12, are the argument and the coefficients.
     """
