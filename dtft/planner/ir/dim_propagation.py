@@ -136,8 +136,11 @@ def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def dot(case: Case) -> Linked:
-    """Rule of a matmul: the result has the batch dims, then the free dims of the left
-    operand, then the free dims of the right operand."""
+    """Rule of a matmul: contracted dims of both operands are divided in the same way.
+
+    The result has the batch dims, then the free dims of the left operand, then the free
+    dims of the right operand.
+    """
     return _product(case, case.params["dimension_numbers"])
 
 
