@@ -83,7 +83,8 @@ def _join(
 
 
 _NEXT = 16
-"""Layers with more equal matmuls or convolutions than this are not found."""
+"""A layer is found only if one of its matmuls, convolutions or custom kernels occurs at
+most this many times in the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
