@@ -133,10 +133,10 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Computes how much slower the best of the rows that are predicted fastest is.
+    """Computes the ratio of the best measured time of `top` rows to that of all rows.
 
-    Returns the ratio of two measured times: the shortest time of the `top` rows that
-    are predicted fastest, and the shortest time of all rows.
+    The `top` rows are the rows with the shortest predicted times. A ratio of 1 means
+    that the row that was measured fastest is among them.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
     1.1
@@ -178,8 +178,7 @@ computation is assumed, not fitted: shared networks differ more than devices."""
 
 @dataclass(frozen=True, kw_only=True)
 class UnseenRows:
-    """Measured rows of one table, predicted by scalars that were fitted to other rows.
-    """
+    """Measured rows of one table, predicted by scalars that were fitted to other rows."""
 
     terms: Mapping[str, np.ndarray]
     """Predicted seconds of `compute` and `collectives`, one per row."""
@@ -228,7 +227,10 @@ def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
 
 
 def weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
-    """Returns the least value for which values up to it have a share of all weight.
+    """Computes a weighted quantile.
+
+    Returns the least of `values` such that all values up to it have at least the share
+    `share` of the total weight.
 
     Args:
         values: the values.
@@ -258,8 +260,7 @@ class IntervalCoverage:
 
 
 def coverage(rows: UnseenRows, accuracy: Accuracy) -> IntervalCoverage:
-    """Computes how many rows have measured seconds in, below or above their interval.
-    """
+    """Computes how many rows have measured seconds in, below or above their interval."""
     low, high = rows.ends_s(accuracy).T
     below, above = rows.measured < low, rows.measured > high
     return IntervalCoverage(

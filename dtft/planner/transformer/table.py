@@ -38,8 +38,8 @@ OPTIONAL = (
 SwiGLU of three matrices) it is no."""
 
 NAMES = ("model", "params_b", "tflops_per_gpu", "pct_peak", "agg_pflops", "note")
-"""Columns that a table may have and that change no prediction. Columns whose names begin
-with `measured_` or `predicted_` are allowed too, and change none."""
+"""Columns that a table may have and that change no prediction. Columns whose names
+begin with `measured_` or `predicted_` are allowed too, and change no prediction."""
 
 DTYPES: Mapping[str, Dtype] = {
     "float16": "float16", "fp16": "float16", "bfloat16": "bfloat16",
