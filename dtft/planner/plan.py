@@ -67,7 +67,7 @@ class ComputeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisUse:
-    """Fabric levels of a mesh axis, and the share of the work that the axis divides."""
+    """Fabric levels over which a mesh axis communicates, and its share of the work."""
 
     levels: tuple[tuple[float, str], ...]
     """For each fabric level of the axis, innermost first: the number of devices (or
@@ -105,7 +105,9 @@ class Prediction:
 
     @property
     def relative_error(self) -> float:
-        """Half of the interval's width, as a share of `step_s`; 0 if `step_s` is 0.
+        """Half of the prediction interval's width, as a share of `step_s`.
+
+        0 if `step_s` is 0.
 
         Reports round predicted seconds to the digits that this error allows.
         """
@@ -115,7 +117,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A candidate of the search, as a row of the ranked table."""
+    """A candidate of the search: its mesh, knobs, predicted step time and memory."""
 
     name: str
     mesh: Mapping[str, int]
@@ -127,7 +129,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of the planner; a search with equal inputs gives equal plans."""
+    """The result of the planner: mesh, shardings, knobs, and predicted time and memory.
+
+    A search with equal inputs gives equal plans.
+    """
 
     entry: Literal["step", "loss"]
     """What `dtft.plan` was given: `loss` for a loss and an optimizer, `step` for a
@@ -188,7 +193,8 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the plan needs on the fullest device, with the reserve."""
+        """Bytes that the plan needs on the fullest device: the sum of `memory`, which
+        includes a reserve that is kept free."""
         return sum(self.memory.values())
 
     @property
@@ -200,7 +206,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits the memory of the fullest device, with the reserve."""
+        """Whether `memory_bytes` is at most `capacity_bytes`."""
         return self.memory_bytes <= self.capacity_bytes
 
     def to_json(self) -> str:

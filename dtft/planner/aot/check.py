@@ -16,7 +16,7 @@ _Key = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device, as the compiler assigned buffers."""
+    """Bytes of the buffers that the compiler assigned on one device."""
 
     arguments: int
     outputs: int
@@ -51,11 +51,11 @@ class Compiled:
 
     @property
     def exact_memory(self) -> bool:
-        """Whether temporaries are exact, because the target is not `cpu`.
+        """Whether the bytes of temporaries are exact; false if the target is `cpu`.
 
         The CPU compiler has no reduce-scatter, computes 16-bit types in 32 bits, and
-        keeps buffers that another backend frees. So only arguments and outputs are
-        exact for a plan of another backend.
+        keeps buffers that another backend frees. So only the bytes of arguments and
+        outputs are exact for a plan of another backend.
         """
         return self.target != "cpu"
 
@@ -165,7 +165,7 @@ def gate(
 
 
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
-    """Compares the bytes that the plan predicts with those of the compiled program.
+    """Compares the predicted bytes of collectives with those of the compiled program.
 
     Returns one entry for each kind of collective over the same mesh axes, the entry
     with the most bytes first. Bytes are of all executions in a step. If the compiler

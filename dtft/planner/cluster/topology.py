@@ -80,7 +80,8 @@ class Pool:
 
     @property
     def trust(self) -> Accuracy:
-        """Accuracy of predictions with the pool's figures."""
+        """Accuracy of predictions with the pool's figures: `accuracy`, or else that of
+        the catalog's figures (`CATALOG`)."""
         if self.accuracy is not None:
             return self.accuracy
         return replace(CATALOG, source=f"{CATALOG.source}: {self.device.source}")

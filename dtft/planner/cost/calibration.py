@@ -75,7 +75,7 @@ class Calibration:
 
     @property
     def source(self) -> str:
-        """Origin of the constants, in one line."""
+        """Origin of the figures in one line: level, devices, software and past runs."""
         runs = f", {self.num_runs} past runs" if self.num_runs else ""
         what = f"{self.num_devices} x {self.device}, {self.software}{runs}"
         return f"calibration level {self.level} ({what})"

@@ -95,8 +95,8 @@ def shape_factor(
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
     """Returns `Efficiency.misaligned` if n or k is not aligned, else 1.
 
-    A size is aligned if its bytes are a multiple of `alignment_bytes`, or are fewer,
-    because the tile then pads the size in any case.
+    A size is aligned if its bytes are a multiple of `alignment_bytes`. A size of fewer
+    bytes counts as aligned, too, because the tile pads it in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]

@@ -244,7 +244,8 @@ def _elementwise(name: str, each: float) -> Count:
 
 
 def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts the products of repeated squaring, and a division for a negative power."""
+    """Counts the multiplications of repeated squaring, and one division if the power is
+    negative; 0 for integers."""
     power = abs(params["y"])
     steps = power.bit_length() + power.bit_count() - 2 if power else 0
     if not is_float(results[0]):
@@ -288,7 +289,9 @@ def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
 
 
 def _attention(forward: bool) -> Count:
-    """Makes the rule of cuDNN's attention: 2 matmuls forward, 5 backward.
+    """Makes the function that counts the operations of cuDNN's attention.
+
+    The forward pass has 2 matmuls, the backward pass has 5.
 
     Scores that a causal mask or a window hides are not counted, because they are not
     computed (Dao, FlashAttention-2, arXiv 2307.08691, section 3.1). The backward pass
@@ -364,8 +367,11 @@ def _top_k(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> floa
 
 
 def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts 5 n log2 n per transform of n elements (radix 2: Van Loan 1992), or half
-    if the operand or the result is real."""
+    """Counts 5 n log2 n operations per transform of n elements.
+
+    Counts half of that if the operand or the result is real. Source: radix 2, Van Loan
+    1992.
+    """
     length = math.prod(params["fft_lengths"])
     rank = len(params["fft_lengths"])
     transforms = math.prod(operands[0].shape[:-rank])
@@ -374,9 +380,10 @@ def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _matrix(each: Callable[[int, int], float]) -> Count:
-    """Makes a rule that counts `each(longer side, shorter side)` for every matrix.
+    """Makes a function that counts the operations of a matrix decomposition.
 
-    The formulas are those of Golub and Van Loan (2013).
+    The function counts `each(longer side, shorter side)` for every matrix of the first
+    operand. The formulas are those of Golub and Van Loan (2013).
     """
 
     def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:

@@ -185,7 +185,7 @@ class _Fusion:
         return kept
 
     def _count_consumers(self) -> dict[int, int]:
-        """Counts the kernels and products that need each array."""
+        """Counts for each array the kernels, `PRODUCTS` included, that need it."""
         found: dict[int, set[int]] = defaultdict(set)
         for operator in reversed(self.graph.operators):
             if operator.unread:
@@ -304,7 +304,7 @@ class _Fusion:
     # Kernels.
 
     def kernels(self) -> list[Kernel]:
-        """Lists the kernels, except products, in the order of the program."""
+        """Lists the kernels, except `PRODUCTS`, in the order of the program."""
         found = [
             Kernel(number=number, value=index, reads=self.read_by(operator))
             for number, operator in enumerate(self.graph.operators)
@@ -395,8 +395,8 @@ class _Fusion:
         return math.prod(before[len(after) :]) <= ROW
 
     def _is_costly(self, operator: Operator) -> bool:
-        """Whether a kernel computes exponentials or similar functions of all elements
-        for an operator."""
+        """Whether the kernel of an operator computes exponentials or similar functions
+        of all elements of the operator's first operand."""
         values = self.graph.values
         size = values[operator.inputs[0]].size
         seen, open_ = set[int](), list(operator.inputs)
@@ -470,8 +470,14 @@ class _Fusion:
     def _in_order(
         self, index: int, batch: tuple[int, ...], summed: tuple[int, ...]
     ) -> bool:
-        """Whether an operand's elements lie in an order that products read in place:
-        batch dims first, contracted dims next to each other and in their order."""
+        """Whether an operand's elements lie in an order that a matmul reads in place:
+        batch dims first, contracted dims next to each other and in their order.
+
+        Args:
+            index: the operand.
+            batch: the batch dims of the matmul's result.
+            summed: positions of the contracted dims in the operand.
+        """
         value = self.graph.values[index]
         first: list[int] = []
         for dim in batch:

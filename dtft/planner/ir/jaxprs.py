@@ -62,10 +62,11 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 
 
 def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yields the equations that are not calls, in the order of their numbers.
+    """Yields all equations that are not calls, also those of nested programs.
 
-    The order is depth first in program order. Every body is visited once, in place of
-    its call. A `while` has its condition before its body; a `cond` has all branches.
+    The position of an equation is its operator number. The order is depth first in
+    program order. Every body is visited once, in place of its call. A `while` has its
+    condition before its body; a `cond` has all branches.
 
     >>> import jax, jax.numpy as jnp
     >>> def layers(x):

@@ -445,8 +445,8 @@ def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
 def _waits(operator: Operator) -> bool:
     """Whether an operator makes the forward or backward pass wait for its operands.
 
-    Cheap operators and reductions do not, such as the second of two sums in the
-    gradient of a bias.
+    False for operators of the update, for cheap operators and for reductions, such as
+    the second of two sums in the gradient of a bias.
     """
     passing = (*CHEAP, "reduction")
     return operator.kind not in passing and region(operator) != "update"

@@ -143,8 +143,8 @@ class Drafts:
     def drop_unread(self, results: Iterable[int]) -> None:
         """Marks the operators whose results nothing needs (`Operator.unread`).
 
-        XLA removes them. Differentiation leaves such operators behind, for example the
-        constants of a `jnp.where` whose gradient is zero.
+        XLA removes these operators. Differentiation leaves such operators behind, for
+        example the constants of a `jnp.where` whose gradient is zero.
 
         Args:
             results: the values that the program returns.
@@ -506,8 +506,8 @@ class Walk:
     ) -> list[Known]:
         """Walks a shard_map, whose arrays are one device's parts.
 
-        An array that enters or leaves keeps the numbers of its dims, except the dims
-        that its spec divides: they get new numbers.
+        When an array enters or leaves, the dims that its spec divides get new numbers.
+        Its other dims keep their numbers.
         """
         params, (body,) = eqn.params, bodies(eqn)
         manual = params.get("newly_manual_axes", params.get("manual_axes", ()))
@@ -599,7 +599,11 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
 
 def _barred(eqn: JaxprEqn, operands: Sequence[Known]) -> Iterator[int]:
     """Yields the operands that the lowering of `jax.checkpoint` puts behind an
-    optimization barrier: those of a backward pass, unless the user allows CSE."""
+    optimization barrier.
+
+    These are the operands of a backward pass, unless the user allows CSE
+    (`prevent_cse=False`). Yields nothing for other equations.
+    """
     if eqn.primitive.name not in REMAT or not eqn.params["differentiated"]:
         return
     prevents = eqn.params["prevent_cse"]

@@ -178,7 +178,7 @@ computation is assumed, not fitted: shared networks differ more than devices."""
 
 @dataclass(frozen=True, kw_only=True)
 class UnseenRows:
-    """Measured rows of one table, predicted by scalars that were fitted to other rows."""
+    """Measured rows of one table, predicted by scalars fitted to other rows."""
 
     terms: Mapping[str, np.ndarray]
     """Predicted seconds of `compute` and `collectives`, one per row."""
@@ -260,7 +260,7 @@ class IntervalCoverage:
 
 
 def coverage(rows: UnseenRows, accuracy: Accuracy) -> IntervalCoverage:
-    """Computes how many rows have measured seconds in, below or above their interval."""
+    """Counts the rows whose measured seconds are in, below or above their interval."""
     low, high = rows.ends_s(accuracy).T
     below, above = rows.measured < low, rows.measured > high
     return IntervalCoverage(

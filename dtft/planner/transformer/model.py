@@ -61,7 +61,7 @@ class Shape:
 
     @property
     def router_parameters(self) -> int:
-        """The number of parameters of one layer that choose experts; 0 for one expert."""
+        """The number of parameters of a layer that choose experts; 0 for one expert."""
         return self.hidden * self.experts if self.experts > 1 else 0
 
     @property
