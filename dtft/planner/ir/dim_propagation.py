@@ -292,12 +292,11 @@ def attention(case: Case) -> Linked:
     Examples and heads may be divided; positions and features must not be. If keys and
     values have fewer heads than queries, a device needs whole groups of query heads.
 
-    In the forward pass, the
-    operands are queries, keys, values, bias, lengths and offsets of sequences, and page
-    tables; the results are the output and the logarithms of the sums of each row. The
-    backward pass has three more operands: the logarithms and the output of the forward
-    pass, and the output's gradient. Its results are the gradients of queries, keys,
-    values and, if there is one, bias.
+    In the forward pass, the operands are queries, keys, values, bias, lengths and
+    offsets of sequences, and page tables. The results are the output and the logarithms
+    of the sums of each row. The backward pass has three more operands: the logarithms
+    and the output of the forward pass, and the output's gradient. The results of the
+    backward pass are the gradients of queries, keys, values and, if there is one, bias.
     """
     along, heads = attention_dims(case.params)
     query, key, value, bias = case.operands[:4]
