@@ -5,7 +5,7 @@ arrays roles. A candidate is a mesh on the devices (`cluster`), with shardings a
 knobs. For each candidate the step is partitioned (`spmd`), and its time and memory are
 predicted (`cost`, `memory`). `search` ranks the candidates and writes the best as a
 `plan`, which `report` explains and `aot` compares with XLA's compiled program.
-`transformer` prices the rows of a table of training runs as programs of their own.
+`transformer` predicts the step times of the transformer training runs in a table.
 Importing this package is light: names load on first use.
 
 * `Cluster`: the devices and links to plan for, from `Cluster.parse("64x8xH100")`, a
@@ -14,7 +14,7 @@ Importing this package is light: names load on first use.
 * `Plan`: the values of a plan, with `Knobs`, `Prediction`, `Collective`, `Alternative`
   and `AxisUse`. `dtft.Plan` adds methods to run and query the plan.
 * `Calibration`: the measurements of `dtft calibrate`.
-* `Lint`: a finding of `plan.lints()`.
+* `Lint`: a finding of `plan.lints()`, such as a batch size that leaves devices idle.
 * `CAPABILITIES`: the knobs that each entry point and backend can run.
 * `trace`: traces a function of arrays into a program, for `place`.
 * `register_kernel`: tells the planner how many operations a custom kernel has.

@@ -14,7 +14,8 @@ def check_whole(name: str, value: Any, least: int) -> None:
     """Checks that an argument is a whole number and at least `least`.
 
     Raises:
-        ValueError: the value is no such number; the message names the argument.
+        ValueError: the value is a bool, has no whole-number type, or is below `least`;
+            the message names the argument.
 
     >>> check_whole("moves", 2.0, 0)
     Traceback (most recent call last):
@@ -63,8 +64,8 @@ def check_number(name: str, value: Any, least: float, most: float = math.inf) ->
     """Checks that an argument is a finite number from `least` to `most`.
 
     Raises:
-        ValueError: the value is no such number; the message names the argument and the
-            range.
+        ValueError: the value is a bool, no float or int, or outside the range; the
+            message names the argument and the range.
 
     >>> check_number("step", 5.0, 0.001, 1.0)
     Traceback (most recent call last):
@@ -87,9 +88,10 @@ def numbers(
     Args:
         name: name of the argument.
         value: a sequence or array of numbers.
-        each: the owners of the numbers in words, for errors: `each of 3 nodes`.
-        names: names of the owners; `value` must have one number per name. None allows
-            any count.
+        each: words that say what each number belongs to, for errors: `each of 3
+            nodes`.
+        names: names of what the numbers belong to, such as node names; `value` must
+            have one number per name. None allows any count.
 
     Raises:
         ValueError: `value` is no sequence, a number is not allowed, or the count is

@@ -49,23 +49,25 @@ class Collective:
 
 
 ComputeKind = Literal["products", "attention", "element-wise", "other"]
-"""Kinds of work: matmuls and convolutions; attention, with its matmuls and softmax;
-element-wise operators; reductions, gathers, scatters, sorts."""
+"""Kinds of work. `products`: matmuls and convolutions outside of attention.
+`attention`: attention, with its matmuls and softmax. `element-wise`: operators that XLA
+fuses, such as element-wise functions and casts. `other`: all other operators, such as
+reductions, gathers, scatters and sorts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeShare:
-    """An operator of a step, or several that are alike, with their seconds."""
+    """Seconds of an operator of a step, or of all operators with the same `where`."""
 
     where: str
-    """The parameter that the operator reads, or its primitive and shape; and the part
-    of the step."""
+    """What the operator does: `gradient of` a parameter; or the parameter that it
+    reads, else its primitive and shape, and `forward` or `backward`."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class AxisUse:
-    """Fabric levels of a mesh axis, and the share of the work that the axis divides."""
+    """Fabric levels over which a mesh axis communicates, and its share of the work."""
 
     levels: tuple[tuple[float, str], ...]
     """For each fabric level of the axis, innermost first: the number of devices (or
@@ -103,15 +105,19 @@ class Prediction:
 
     @property
     def relative_error(self) -> float:
-        """Half of the interval's width, as a share of `step_s`; 0 if this is 0. Reports
-        print no digits of predicted seconds that are finer."""
+        """Half of the prediction interval's width, as a share of `step_s`.
+
+        0 if `step_s` is 0.
+
+        Reports round predicted seconds to the digits that this error allows.
+        """
         width_s, step_s = self.high_s - self.low_s, self.step_s
         return max(0.0, width_s / 2 / step_s) if step_s else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A candidate of the search, as a row of the ranked table."""
+    """A candidate of the search: its mesh, knobs, predicted step time and memory."""
 
     name: str
     mesh: Mapping[str, int]
@@ -123,7 +129,10 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of the planner; a search with equal inputs gives equal plans."""
+    """The result of the planner: mesh, shardings, knobs, and predicted time and memory.
+
+    A search with equal inputs gives equal plans.
+    """
 
     entry: Literal["step", "loss"]
     """What `dtft.plan` was given: `loss` for a loss and an optimizer, `step` for a
@@ -165,8 +174,8 @@ class Plan:
     examples: int = 0
     """Examples in a step; 0 if unknown."""
     at_peak_s: float = 0.0
-    """Seconds that the devices take, at their peak, for the products of the forward and
-    backward pass, without what is computed again."""
+    """Seconds of the matmuls, convolutions and custom kernels of the forward and
+    backward pass at the peak FLOP/s of all devices, without recomputed ones."""
     bound_s: float = 0.0
     """Lower bound in seconds of the step time of any plan on this cluster."""
     alternatives: tuple[Alternative, ...] = ()
@@ -184,19 +193,20 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the plan needs on the fullest device, with the reserve."""
+        """Bytes that the plan needs on the fullest device: the sum of `memory`, which
+        includes a reserve that is kept free."""
         return sum(self.memory.values())
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilization: the share of the devices' peak that products without
-        recomputation reach; 0 if unknown."""
+        """Model FLOP utilization: `at_peak_s` as a share of the predicted step time; 0
+        if unknown."""
         step_s = self.prediction.step_s
         return self.at_peak_s / step_s if step_s else 0.0
 
     @property
     def fits(self) -> bool:
-        """Whether the plan fits the memory of the fullest device, with the reserve."""
+        """Whether `memory_bytes` is at most `capacity_bytes`."""
         return self.memory_bytes <= self.capacity_bytes
 
     def to_json(self) -> str:
@@ -225,7 +235,8 @@ def _check(plan: Plan) -> None:
     """Checks mesh, knobs, specs, axes and host paths of a plan read from a file.
 
     Raises:
-        ValueError: a field has a value that no plan has; the message names the field.
+        ValueError: a field has a value that is not allowed; the message names the
+            field.
     """
     _check_choice("", plan.mesh, plan.knobs)
     for at, one in enumerate(plan.alternatives):

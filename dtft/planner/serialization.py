@@ -94,7 +94,7 @@ def build_typed(kind: Any, item: Any, where: str = "") -> Any:
     Raises:
         ValueError: the item does not have the type, lacks a field without default, has
             an unknown field, or has two keys that are the same number. The message
-            names the place.
+            names the wrong value by its path, such as `knobs.zero`.
 
     >>> build_typed(tuple[int, ...], [1, 2], "sizes")
     (1, 2)
@@ -155,7 +155,11 @@ def _mapping(kinds: tuple[Any, ...], item: Any, where: str) -> dict[Any, Any]:
 
 
 def _key(kind: Any, name: str, where: str) -> Any:
-    """Builds a mapping key of a type from the text of a JSON key."""
+    """Converts the text of a JSON key to a mapping key of type `kind`.
+
+    Raises:
+        ValueError: the text is not allowed for the type.
+    """
     if kind is int:
         if not (name.isascii() and name.isdigit()):
             _refuse(f"a name in {where}", name, "a whole number of 0 or more")
@@ -228,7 +232,7 @@ def read_versioned(
         name: name of the dataclass in errors.
         schema: the version that is accepted.
         again: a sentence for users that says how to make a new file.
-        check: further check of the value, which raises a ValueError.
+        check: function that raises a ValueError if the dataclass it gets is invalid.
 
     Raises:
         ValueError: the text is not JSON, has another version, other fields or values,

@@ -1,9 +1,9 @@
-"""Software: the rules by which a program's operators become kernels and messages.
+"""Software: rules of how XLA and PyTorch run a program's operators and collectives.
 
-The planner prices every program with the same figures of devices and links. What
-differs between XLA and the PyTorch programs that published tables were measured with is
-a `Software` value: which operators share a kernel, when gradients are reduced, and
-which collectives computation hides.
+The planner prices every program with the same figures of devices and links. A
+`Software` value says how a program is run: which operators share a kernel, when
+gradients are reduced, and which collectives computation hides. XLA and the PyTorch
+programs that published tables were measured with differ in these rules.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ class Software:
     """Whether a compiler fuses cheap operators (`ir.fusion`). Otherwise the program
     names its kernels itself, and each kernel reads and writes whole arrays."""
     sums_first: bool = False
-    """Whether gradients of microbatches are summed on each device, and reduced over
-    data axes once a step (below ZeRO level 2). Otherwise each microbatch reduces."""
+    """Whether each device sums the gradients of its microbatches, and the sums are
+    reduced over data axes once a step (below ZeRO level 2). Otherwise gradients are
+    reduced once per microbatch."""
     flat_state: bool = False
     """Whether ZeRO divides flat buffers of all arrays, in equal parts; from level 1
     gradients are then reduced by reduce-scatter. Otherwise ZeRO divides a dim of each
@@ -33,14 +34,15 @@ class Software:
     """The ZeRO level from which computation hides collectives of gradients and
     parameters."""
     sum_bytes: int = 0
-    """Bytes of one gradient in the sum over microbatches, if a kernel of its own reads
-    each gradient and adds it to the sum; 0 if the products add to the sums."""
+    """Bytes of one element of the gradient sums over microbatches, if a separate kernel
+    adds each gradient to its sum; 0 if the matmul of a gradient adds to the sum."""
     splits_positions: bool = False
-    """Whether `tensor` divides the positions of activations between the products that
-    it divides: sequence parallelism (arXiv 2205.05198)."""
+    """Sequence parallelism (arXiv 2205.05198): whether the axis `tensor` divides the
+    positions of the activations in which it divides no other dim."""
     splits_sends: bool = False
-    """Whether each device of a tensor group sends a part of an activation to the next
-    stage (arXiv 2104.04473, section 4.1), instead of the whole."""
+    """Whether each device of a `tensor` group sends only its part of an activation to
+    the next pipeline stage (arXiv 2104.04473, section 4.1), not the whole activation.
+    """
 
 
 XLA = Software(name="xla")

@@ -24,14 +24,14 @@ class Section:
 
 
 _DIGITS = 4
-"""Most significant digits of a number."""
+"""Largest number of significant digits of a formatted number."""
 
 
 def rounded(value: float, error: float = 0.0) -> float:
-    """Rounds a number to the digits that its error leaves, at most `_DIGITS`.
+    """Rounds a number to as many significant digits as its error allows.
 
-    The place of the last digit is the largest power of ten that the error, in the
-    number's unit, reaches.
+    The value of the last digit is the largest power of ten that does not exceed the
+    absolute error. The result has at least one and at most `_DIGITS` digits.
 
     Args:
         value: the number.
@@ -50,7 +50,9 @@ def rounded(value: float, error: float = 0.0) -> float:
 
 
 def number(value: float, error: float = 0.0) -> str:
-    """Formats a number that is `rounded`, with at most twelve decimals and no exponent.
+    """Rounds a number (`rounded`) and formats it without exponent.
+
+    The text has at most twelve decimals.
 
     >>> number(12345.6), number(0.123456), number(8), number(12345.6, 0.1)
     ('12350', '0.1235', '8', '12000')
@@ -60,8 +62,9 @@ def number(value: float, error: float = 0.0) -> str:
 
 
 def seconds(value: float, error: float = 0.0) -> str:
-    """Formats `rounded` seconds as s, ms or us; a time below half a nanosecond is
-    `0 s`.
+    """Rounds a time in seconds (`rounded`) and formats it in s, ms or us.
+
+    A time below half a nanosecond is `0 s`.
 
     >>> seconds(0.01978), seconds(-2.5e-7), seconds(0), seconds(1e-12)
     ('19.78 ms', '-0.25 us', '0 s', '0 s')
@@ -102,7 +105,9 @@ def signed(text: str) -> str:
 
 
 def percent(fraction: float, error: float = 0.0) -> str:
-    """Formats a `rounded` fraction as percent; a nonzero one below 0.01 % is `<0.01 %`.
+    """Rounds a fraction (`rounded`) and formats it as percent.
+
+    A nonzero fraction below 0.01 % is `<0.01 %`.
 
     >>> percent(0.12345), percent(0.0), percent(2e-7), percent(-2e-7)
     ('12.35 %', '0 %', '<0.01 %', '-<0.01 %')
@@ -117,7 +122,11 @@ def percent(fraction: float, error: float = 0.0) -> str:
 def share(value: float, total: float, error: float = 0.0) -> str:
     """Formats a part of a total in percent; '' for total 0.
 
-    A relative error of the part, with a rest that is right, is smaller in the share.
+    Args:
+        value: the part.
+        total: the total.
+        error: relative error of the part. The rest of the total is taken as exact, so
+            the error of the share is smaller, and 0 if the part is the total.
 
     >>> share(5.0, 6.0), share(5.0, 6.0, 0.25), share(6.0, 6.0, 0.25), share(1.0, 0.0)
     ('83.33 %', '83 %', '100 %', '')
@@ -131,7 +140,8 @@ def change(value: float, reference: float, error: float = 0.0) -> str:
     """Formats the change from a reference to a value; '' for reference 0.
 
     The text has the difference in percent. If the value is `_MANY` times the reference
-    or more, the text has the ratio of both instead. Either is `rounded`.
+    or more, the text has the ratio of both instead. The number in the text is `rounded`
+    to the relative error `error`.
 
     >>> change(3.0, 2.0), change(1.0, 2.0), change(30.0, 2.0), change(1.0, 0.0)
     ('+50 %', '-50 %', '15 times', '')
@@ -145,7 +155,7 @@ def change(value: float, reference: float, error: float = 0.0) -> str:
 
 
 def layered(path: str) -> str:
-    """Replaces each part of a path that is a number, such as a layer's, by `*`.
+    """Replaces each part of a path that is a number, such as a layer's number, by `*`.
 
     >>> layered("blocks/11/up/kernel")
     'blocks/*/up/kernel'
@@ -172,7 +182,10 @@ def mesh(sizes: Mapping[str, int]) -> str:
 
 
 def text(sections: Iterable[Section]) -> str:
-    """Formats sections as plain text with aligned columns, a blank line between two."""
+    """Formats sections as plain text with aligned columns.
+
+    A blank line separates two sections.
+    """
     return "\n\n".join("\n".join(_lines(section)) for section in sections)
 
 

@@ -61,8 +61,8 @@ def arrays_of_experts(
     Args:
         graph: a traced step or loss.
         parameters: numbers of the values that are parameters.
-        root: function from a dim to the dim that represents it in equal layers.
-        examples: dims that are known to be no expert dims.
+        root: function from a dim to the dim that stands for it in all equal layers.
+        examples: dims that are not expert dims, such as the dims of examples.
 
     Source: GShard, arXiv 2006.16668, section 3.2. XLA's partitioning was read from
     compiled programs (`tests/compiled/test_expert_axis.py`).
@@ -79,10 +79,14 @@ def arrays_of_experts(
 def _products(
     graph: Graph, parameters: Sequence[int], root: Callable[[int], int]
 ) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int]]]:
-    """Yields for each matmul with weights the dims of its arrays, and of the weights.
+    """Finds the matmuls in which one array has the dims of a parameter.
 
-    The arrays are both operands and the result. In a gradient of weights, the result
-    has the dims of the weights.
+    This array is an operand (the weights), or the result of a matmul that computes the
+    gradient of weights. Dims that a loop iterates over are left out.
+
+    Yields:
+        The sets of dims of both operands and the result, and the set of dims of the
+        array that has the dims of a parameter.
     """
 
     def dims_of(value: Value) -> frozenset[int]:
@@ -101,8 +105,13 @@ def _products(
 
 
 def sources(graph: Graph) -> dict[int, int]:
-    """Maps each value that is an argument, converted, transposed or sliced, to the
-    argument's value; also inside of loops."""
+    """Maps arguments, and converted, transposed or sliced arguments, to the arguments.
+
+    Values inside of loops are included.
+
+    Returns:
+        Map from the number of a value to the number of the argument's value.
+    """
     source = {index: index for index in graph.inputs.values()}
     outside = {inner: outer for loop in graph.loops for outer, inner in loop.sliced}
     outside |= {inside: a for loop in graph.loops for a, inside, _, _ in loop.carried}
@@ -125,11 +134,18 @@ _OF_PARTS = ("pad", "concatenate")
 
 
 def gradients(question: "Workload") -> dict[int, str]:
-    """Maps the results of the backward pass that are gradients of parameters, or terms
-    of one, to the parameter's path.
+    """Finds the values that are gradients of parameters, or terms of such a gradient.
 
-    Goes back from each updated parameter through element-wise operators, casts and
-    loops, as far as the arrays have as many elements as the parameter.
+    The search goes back from each updated parameter, through the update and through
+    element-wise and `layout` operators of the backward pass, to the results of other
+    operators of the backward pass. It follows operands that have as many elements as
+    the result; of a pad or concatenation it follows all operands.
+
+    Args:
+        question: the traced step.
+
+    Returns:
+        Map from the number of a value of the backward pass to its parameter's path.
     """
     graph = question.graph
     makers = {index: made for made in graph.operators for index in made.outputs}
@@ -168,8 +184,8 @@ def passes(graph: Graph) -> dict[int, int]:
     """Counts the passes (forward, backward) that read each argument.
 
     Reading a converted, transposed or sliced argument counts as reading the argument.
-    An argument that a loop reads whole in every iteration is kept for the loop of the
-    backward pass, and counts as read in the forward pass only.
+    An argument that a loop reads whole in every iteration counts as read in the forward
+    pass only, because it is kept for the loop of the backward pass.
 
     Args:
         graph: the graph of a step.
@@ -216,9 +232,10 @@ def arrays_of_weights(
     width, not the width that all layers share. So if one axis divides both widths, the
     two matmuls of a layer work on the same part of the inner width. If the shared width
     were divided first, XLA would gather the array between the two matmuls: up to 16 GiB
-    in compiled steps. A
-    gradient is divided like its parameter, although JAX may give the gradient's dims in
-    another order.
+    in compiled steps.
+
+    The keys are sets of dims, so they also match a gradient whose dims JAX gives in
+    another order than the parameter's.
 
     Args:
         parameters: dims of each parameter; dims of equal layers have one number.
@@ -259,7 +276,7 @@ class Workload:
     entry: Literal["step", "loss"]
     graph: Graph
     alias: Mapping[int, int]
-    """Map from a dim to the dim that represents it in equal layers."""
+    """Map from a dim to the dim that stands for it in all equal layers."""
     roles: Mapping[str, Role]
     """Map from the path of each argument's leaf to its role: parameter, optimizer
     (state) or batch."""
@@ -272,7 +289,7 @@ class Workload:
     """The software that runs the step."""
 
     def root(self, dim: int) -> int:
-        """Returns the dim that represents a dim in equal layers, or the dim itself."""
+        """Returns the dim that stands for a dim in all equal layers (`alias`)."""
         return self.alias.get(dim, dim)
 
     @cached_property
@@ -390,8 +407,10 @@ class Workload:
         return {}
 
     def aligned(self, division: ShardingAssignment) -> ShardingAssignment:
-        """Maps a sharding assignment (mesh axes of each dim) of `graph` to the equal
-        dims of `program`."""
+        """Converts a sharding assignment for dims of `graph` to one for `program`.
+
+        The dims of `program` get the mesh axes of the equal dims of `graph`.
+        """
         if self.program is self.graph:
             return division
         axes = {dim: division.of(other) for dim, other in self._same_dims.items()}
@@ -400,7 +419,10 @@ class Workload:
 
     def _first(self, division: ShardingAssignment) -> Arrays:
         """Returns the inputs and outputs of the program's expert layers, each with its
-        expert dim; empty if no such array of `graph` is in `division.first`."""
+        expert dim.
+
+        Empty if `division.first` has no input or output of an expert layer of `graph`.
+        """
         if division.first.keys().isdisjoint(self.expert_arrays):
             return {}
         program = self.program
@@ -433,8 +455,8 @@ def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Workload:
     """Traces a user's whole training step: `step(state, batch) -> (state, ...)`.
 
     The step may also return the state alone. A leaf of the state that the forward or
-    backward pass reads has the role parameter; the other leaves have the role
-    optimizer.
+    backward pass reads has the role `parameter`; the other leaves of the state have the
+    role `optimizer`.
     """
 
     def named(state: Any, batch: Any) -> Any:
@@ -507,11 +529,11 @@ def of_loss(
 def _prepared(
     loss: Callable[..., tuple[jax.Array, Any]], remat: Remat, params: Any, batch: Any
 ) -> Callable[..., tuple[jax.Array, Any]]:
-    """Returns the loss that `make_step` differentiates, with rematerialization.
+    """Returns the loss with the rematerialization that `make_step` gives it.
 
     Args:
         loss: returns the loss and auxiliary values.
-        remat: the policy; with "none", `loss` is returned.
+        remat: the policy; with "none", `loss` itself is returned.
         params: tree of arrays or shapes.
         batch: tree of arrays or shapes.
     """

@@ -16,7 +16,7 @@ _Key = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one device, as the compiler assigned buffers."""
+    """Bytes of the buffers that the compiler assigned on one device."""
 
     arguments: int
     outputs: int
@@ -51,11 +51,11 @@ class Compiled:
 
     @property
     def exact_memory(self) -> bool:
-        """Whether temporaries are exact, because the target is not `cpu`.
+        """Whether the bytes of temporaries are exact; false if the target is `cpu`.
 
         The CPU compiler has no reduce-scatter, computes 16-bit types in 32 bits, and
-        keeps buffers that another backend frees. So only arguments and outputs are
-        exact for a plan of another backend.
+        keeps buffers that another backend frees. So only the bytes of arguments and
+        outputs are exact for a plan of another backend.
         """
         return self.target != "cpu"
 
@@ -82,8 +82,10 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Bytes of one kind of collective along the same axes in a step: predicted by the
-    plan, and found in the compiled program."""
+    """Bytes of one kind of collective along the same axes in a step.
+
+    The bytes that the plan predicts, and the bytes of the compiled program.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -117,16 +119,15 @@ def gate(
 ) -> Verdict:
     """Decides whether a plan fits: no estimate of its bytes may exceed the capacity.
 
-    One estimate is the analytic model's. The other, if the plan was compiled, is the
-    compiler's plus `reserve`, without the arguments in host memory. Of a program
-    compiled for CPU only arguments and outputs count, because the temporaries of the
-    CPU backend are not those of another backend. A plan that failed to compile does not
-    fit.
+    One estimate is the plan's own. If the plan was compiled, the other estimate is the
+    compiler's bytes plus `reserve`, without the arguments in host memory. For a program
+    compiled for CPU, these are the bytes of arguments and outputs only, because other
+    backends have other temporaries. A plan that failed to compile does not fit.
 
     Args:
-        plan: the plan of the candidate, with the analytic model's bytes.
-        compiled: the compiled candidate; None if the candidate was not compiled, so
-            that the plan's bytes decide.
+        plan: the plan of the candidate, with its predicted bytes.
+        compiled: the compiled candidate, or the failure to compile it; None if the
+            candidate was not compiled, so that only the plan's bytes count.
         capacity: bytes of memory of one device.
         reserve: share of `capacity` that allocator and libraries keep, 0 to below 1.
 
@@ -164,7 +165,7 @@ def gate(
 
 
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
-    """Compares the bytes that the plan predicts with those of the compiled program.
+    """Compares the predicted bytes of collectives with those of the compiled program.
 
     Returns one entry for each kind of collective over the same mesh axes, the entry
     with the most bytes first. Bytes are of all executions in a step. If the compiler
@@ -180,7 +181,10 @@ def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
 def agreements(
     predicted: Iterable[Collective], compiled: Compiled
 ) -> tuple[Agreement, ...]:
-    """Compares as `compare` does, for predicted collectives that are not in a plan."""
+    """Compares predicted collectives with those of the compiled program (`compare`).
+
+    The predicted collectives need not be in a plan.
+    """
     wanted: Counter[_Key] = Counter()
     found: Counter[_Key] = Counter()
     notes: dict[_Key, set[str]] = defaultdict(set)

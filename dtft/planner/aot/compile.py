@@ -4,8 +4,8 @@ This process traces and lowers a step over a mesh without devices. The result is
 module of StableHLO with shardings and donations, as `jit` would pass it to XLA. A child
 process with the devices (fake CPU devices, or XLA's GPU compiler) compiles the module
 and returns its collectives and memory. Several children run at a time, at most one per
-core and at most `_MAX_CHILDREN`. A child ends when its parent closes the pipe. It is
-killed at the deadline, and replaced if the compiler crashes.
+core and at most `_MAX_CHILDREN`. A child ends when its parent closes the pipe. A child
+is killed at the deadline, and replaced if the compiler crashes.
 """
 
 import io
@@ -223,7 +223,7 @@ class _CompileQueue:
         self._give(most=2)
 
     def _give(self, most: int) -> None:
-        """Gives kept candidates to children with fewer than `most` candidates."""
+        """Gives held candidates to children that have fewer than `most` candidates."""
         while self._held:
             lane = min(self._lanes, key=lambda lane: lane.num_waiting)
             if lane.num_waiting >= most:
@@ -267,7 +267,10 @@ class _Lane:
         self._send(candidate)
 
     def collect(self, results: dict[int, Compiled | CompileFailure]) -> None:
-        """Adds the answers that have arrived to `results`; does not wait for others."""
+        """Adds the answers that have arrived to `results`, without waiting.
+
+        Replaces the child if it has crashed.
+        """
         while self._waiting and self.child.has_answer():
             answer = self.child.receive()
             if answer is None and time.monotonic() >= self._end:

@@ -120,7 +120,7 @@ def gpu_target(name: str) -> GpuTarget:
 
 
 def is_gpu_compiler_installed() -> bool:
-    """Returns whether XLA's GPU compiler is installed, without loading it."""
+    """Returns whether XLA's GPU compiler is installed; does not load the compiler."""
     return any(_found(plugin) for plugin in PLUGINS)
 
 

@@ -69,7 +69,8 @@ class Operation:
 
     @property
     def trips(self) -> int | None:
-        """Number of runs of the body of a while loop; None if XLA does not know it."""
+        """Number of runs of the body of a while loop; None if XLA does not know the
+        number, or the operation is no while loop."""
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else None
 
@@ -77,7 +78,7 @@ class Operation:
     def source(self) -> str:
         """JAX's name (`op_name`) of the operation's origin in the user's program.
 
-        The operation's own name if XLA kept no such name.
+        The operation's own name if the text has no `op_name`.
         """
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else self.name
@@ -152,7 +153,11 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _closing(text: str) -> int:
-    """Finds the position after the parenthesis that closes the text's first one."""
+    """Finds the position after the parenthesis that closes the first parenthesis.
+
+    Raises:
+        ValueError: no parenthesis closes it.
+    """
     depth = 0
     for found in re.finditer(r"[()]", text):
         depth += 1 if found[0] == "(" else -1
@@ -189,7 +194,8 @@ _PERMUTED = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?$")
 
 
 def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
-    """Reads the device groups of a collective, or a permutation's pairs of devices.
+    """Reads the device groups of a collective, or the (source, target) pairs of a
+    permutation.
 
     >>> groups_of("channel_id=1, replica_groups={{0,1},{2,3}}, x=1", {"a": 4})
     ((0, 1), (2, 3))
@@ -197,8 +203,6 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
     ((0, 2), (1, 3))
     >>> groups_of("replica_groups=mesh['i'=2,'j'=2] {'i'}, x=1", {"a": 4})
     ((0, 2), (1, 3))
-
-    A pair has the source first.
 
     Args:
         attributes: the part of the operation's line after the operands.
@@ -353,7 +357,7 @@ class CompiledCollective(Collective):
     unknown trip count counts as one trip."""
     own_bytes: int
     """Bytes of one execution in the types of the user's program. XLA on CPU widens
-    16-bit floats to 32 bits; `num_bytes` has the bytes after that."""
+    16-bit floats to 32 bits; `num_bytes` has the bytes after widening."""
     name: str
     """The operation's name in the text."""
 
@@ -366,10 +370,10 @@ class CompiledCollective(Collective):
 def collectives(text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective, ...]:
     """Finds the collectives that a program runs, in the order of the program's text.
 
-    A -start and its -done are one collective. A collective of several arrays is one
-    item, with the sum of their bytes. In loops, `trips` is the product of the trip
-    counts. Of a conditional, only the branch with the most bytes counts. Collectives in
-    groups of a single device are left out.
+    An operation `-start` and its `-done` are one collective. A collective of several
+    arrays is one item, with the sum of their bytes. In loops, `trips` is the product of
+    the trip counts. Of a conditional, only the collectives of the branch with the most
+    bytes are returned. Collectives in groups of a single device are left out.
 
     Args:
         text: text of `Compiled.as_text()`, for a program over all devices of `mesh`.
@@ -442,7 +446,8 @@ def _collective(
 def _own_bytes(
     program: HloProgram, lines: Mapping[str, Operation], line: Operation
 ) -> int:
-    """Counts the operands' bytes in the types that they had before XLA widened them."""
+    """Counts the bytes of a collective's operands in their types before XLA widened
+    them."""
     if "promoted" in line.attributes:  # XLA's mark of a sum in a wider type
         return sum(lines[name].num_bytes for name in line.operands) // 2
     return sum(

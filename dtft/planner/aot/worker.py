@@ -54,8 +54,9 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
             with `text`, `memory` and `seconds`, or the text of an error.
 
     Returns:
-        Such a dict, made from the files that XLA wrote. If XLA did not write all files,
-        the result of `compiled`, or a text with the exit code if the fork crashed.
+        A dict with `text`, `memory` and `seconds`, made from the files that XLA wrote.
+        If XLA did not write all files, the result of `compiled`, or a text with the
+        exit code if the fork crashed.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtft-xla-") as name:

@@ -79,7 +79,17 @@ def _tpu(
     lanes: int,
     source: str = f"{_SCALING}; cloud.google.com/tpu/docs",
 ) -> DeviceType:
-    """Builds a type of TPU; `narrow` has the peaks of dtypes of one byte."""
+    """Builds a TPU device type.
+
+    Args:
+        name: name in the catalog.
+        bfloat16: peak in TFLOP/s, also of float32.
+        narrow: peaks in TFLOP/s of dtypes of one byte.
+        gib: GiB of memory.
+        bandwidth: bytes per second of the memory.
+        lanes: width of the tile of a matmul along n and k.
+        source: origin of the figures.
+    """
     peaks = {"bfloat16": bfloat16, "float32": bfloat16, **narrow}
     return DeviceType(
         name=name,
@@ -322,11 +332,13 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("RTX 5090", "rtx5090"), ("RTX 4090", "rtx4090"), ("MI300X", "mi300x"),
     ("MI355X", "mi355x"),
 )  # fmt: skip
-"""Pairs of words of JAX's `device_kind` and a device type; the first match counts. The
-number in GH200's kinds is the memory of its CPU; both have 96 GB on the GPU."""
+"""Pairs of text in JAX's `device_kind` and a device type; the first pair whose text
+occurs counts. The number in the kinds of the GH200 is the memory of its CPU; both kinds
+have 96 GB on the GPU."""
 
 _SLOWER = re.compile(r"laptop|max-q|[45]090 d\b", re.IGNORECASE)
-"""Words of kinds of slower products that have the name of a listed one."""
+"""Text in the `device_kind` of slower variants, such as laptop GPUs. The catalog lacks
+these variants, although their kinds contain the name of a faster device in `KINDS`."""
 
 
 # Links. Bandwidths are for one direction. Published measurements of large collectives
@@ -346,8 +358,18 @@ def _link(
     shared_by: int = 1,
     all_reduce: float | None = None,
 ) -> Link:
-    """Builds a link; `all_reduce` is the GB/s of an all-reduce that the switch computes
-    (None if it does not)."""
+    """Builds a link.
+
+    Args:
+        kind: kind of the link.
+        latency_us: latency of a message in microseconds.
+        gigabytes: GB/s of large messages, in one direction.
+        source: origin of the figures.
+        half_mb: message size in MB that reaches half of the bandwidth.
+        shared_by: the number of devices that share a port.
+        all_reduce: GB/s of an all-reduce whose sums the switch computes; None if the
+            switch computes no sums.
+    """
 
     def curve(bandwidth: float) -> Curve:
         return Curve(
@@ -765,10 +787,17 @@ def device_type_of_kind(kind: str) -> DeviceType | None:
 def unknown(
     what: str, name: str, known: Iterable[str], near: Iterable[str]
 ) -> NoReturn:
-    """Raises a ValueError that lists the known names.
+    """Raises a ValueError that says that a name is not in the catalog.
 
-    The message also suggests the closest of the names `near`, if one is similar. It
-    suggests no device of another vendor, if the name tells its vendor.
+    The message lists the known names, and suggests the most similar of the names `near`
+    if there is one. If the unknown name tells its platform, such as `cuda`, names of
+    another platform are not suggested.
+
+    Args:
+        what: what the name is of, such as `link`.
+        name: the unknown name.
+        known: the names that the message lists.
+        near: the names that may be suggested.
     """
     plain, platform = canonical_name(name), _platform(name)
     fitting = [n for n in near if platform is None or _platform(n) in (platform, None)]
@@ -786,12 +815,12 @@ _SERIES: tuple[tuple[str, Platform], ...] = (
     (r"tpu|v\d([a-z-]|$)|ironwood|trillium", "tpu"),
     (r"(nvidia-|geforce-|tesla-)*(rtx|gtx|g[bh]\d|[abhlpv]\d\d|[lt]\d)", "cuda"),
 )
-"""Pairs of the start of a series' names and its platform, for names that the catalog
-lacks."""
+"""Pairs of a regular expression for the start of device names, and the platform of
+these devices. Used for names that the catalog lacks."""
 
 
 def _platform(name: str) -> Platform | None:
-    """Finds the platform of a device's or machine's name; None if it tells none."""
+    """Finds the platform of a device or machine by its name; None if unknown."""
     known = canonical_name(name)
     if known in MACHINES:
         return DEVICES[MACHINES[known].device].platform

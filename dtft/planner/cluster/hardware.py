@@ -73,9 +73,9 @@ class Accuracy:
 
 
 CATALOG = Accuracy(below=0.0)
-"""Accuracy of the catalog's figures, without any measurement. Of the published steps
-fewer than one in ten were faster than the catalog says, so none of the interval is
-below the prediction."""
+"""Accuracy of the catalog's figures, without any measurement. Fewer than one in ten
+published steps were faster than predicted with the catalog's figures, so the interval
+begins at the prediction."""
 CARRIED_OVER = Accuracy(
     source="scalars of the device, fitted to other clusters and programs",
     errors={"compute": 0.24, "collectives": 0.481},
@@ -164,14 +164,14 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRate:
-    """How fast a device computes products of a dtype."""
+    """How fast a device computes products (matmuls, convolutions) of a dtype."""
 
     flops: float
     """Peak FLOP/s of the product."""
     wanted: str
     """The dtype that the product is computed in (`DeviceType.computed_in`)."""
     priced_as: str
-    """The entry of `DeviceType.peak_flops` that counts."""
+    """The entry of `DeviceType.peak_flops` that is used."""
     listed: bool
     """Whether `wanted` has a listed peak; formats of float8, or of float4, share
     one."""
@@ -184,10 +184,10 @@ class DeviceType:
     name: str
     platform: Platform
     peak_flops: Mapping[str, float]
-    """Map from the dtype in which products are computed to FLOP/s. `tensorfloat32` is
-    what NVIDIA's GPUs since Ampere make of float32 at JAX's default precision, and
-    `float32` the full precision; on TPU `float32` is one pass in bfloat16. `rate` says
-    what counts for a dtype that is not listed."""
+    """Map from the dtype in which products (matmuls, convolutions) are computed to
+    FLOP/s. In `tensorfloat32` NVIDIA's GPUs since Ampere compute products of float32 at
+    JAX's default precision; `float32` is full precision. On TPU, `float32` is one pass
+    in bfloat16. `rate` says which peak is used for a dtype that is not listed."""
     memory_bytes: int
     memory_bandwidth: float
     """Bytes per second, reads and writes together."""
@@ -224,7 +224,7 @@ class DeviceType:
             )
 
     def peak(self, dtype: str, precision: str = "") -> float:
-        """Returns the peak FLOP/s of products of a dtype; `rate` says where it is from.
+        """Returns the peak FLOP/s of matmuls and convolutions of a dtype (`rate`).
 
         >>> peaks = {"float16": 125.0, "float32": 15.7}
         >>> device = DeviceType(name="d", platform="cuda", memory_bytes=1,
@@ -235,12 +235,13 @@ class DeviceType:
         return self.rate(dtype, precision).flops
 
     def rate(self, dtype: str, precision: str = "") -> ProductRate:
-        """Looks up how fast products of a dtype are, and by which listed peak.
+        """Looks up the peak of matmuls and convolutions of a dtype.
 
-        A product is computed in `computed_in`. If that has no listed peak, the peak is
-        that of the dtype that XLA then computes in, or of a listed one that is no
-        faster (`_SUBSTITUTES`). Without any, it is the slowest listed peak, which the
-        product cannot exceed. `ProductRate.listed` tells.
+        The peak is that of the dtype that `computed_in` returns, divided by the number
+        of passes; all formats of float8 share one peak, and so do those of float4. If
+        `peak_flops` lacks this dtype, the first listed dtype in `_SUBSTITUTES` is used:
+        XLA computes in it, or it is no faster. If none of these is listed, the slowest
+        listed peak is used.
 
         Args:
             dtype: dtype of the operands.
@@ -272,7 +273,10 @@ class DeviceType:
         )
 
     def unlisted_text(self, rate: ProductRate) -> str:
-        """Says which peak counts for products of a dtype that has no listed one.
+        """Describes which peak is used for a dtype that has no listed peak.
+
+        Args:
+            rate: a result of `rate` with `listed` false.
 
         >>> device = DeviceType(name="t4", platform="cuda", memory_bytes=1, source="",
         ...     memory_bandwidth=1.0, peak_flops={"float16": 65e12, "float32": 8e12})
@@ -293,8 +297,10 @@ class DeviceType:
         """Returns the dtype that a product is computed in, and in how many passes.
 
         JAX's levels of precision matter for float32 only (`jax.lax.Precision`). On a
-        GPU with TensorFloat-32, all but `highest` use it. On TPU float32 takes one pass
-        in bfloat16, which its listed peak counts, with `high` 3 and with `highest` 6.
+        GPU with TensorFloat-32, all levels but `highest` use TensorFloat-32. On TPU,
+        `high` takes 3 and `highest` 6 passes in bfloat16. The default level on TPU is
+        returned as one pass in float32, because the listed float32 peak of TPUs is that
+        of one bfloat16 pass.
 
         >>> peaks = {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}
         >>> a100 = DeviceType(name="d", platform="cuda", memory_bytes=1,
@@ -337,16 +343,18 @@ _SUBSTITUTES: Mapping[str, tuple[str, ...]] = {
     "uint2": ("int8", "float32"), "uint4": ("int8", "float32"),
     "uint8": ("int8", "float32"),
 }  # fmt: skip
-"""Map from a dtype's family to the dtypes whose peak counts if it has none, best first;
-for others float32. Nothing stands for float64. XLA's compiler for GPUs widens float8
-and float4 to float16, and integers of 4 bits to 8 (`float_normalization` in openxla/xla
-gpu_compiler.cc). Units that multiply bfloat16 multiply float16 as fast, but not the
-other way round: V100 and T4 have none for bfloat16."""
+"""Map from a family of dtypes without a listed peak to the dtypes whose peak is used
+instead, best first. Families that are not in the map use float32. No dtype replaces
+float64. XLA's compiler for GPUs widens float8 and float4 to float16, and integers of 4
+bits to 8 (`float_normalization` in openxla/xla gpu_compiler.cc). Units that multiply
+bfloat16 multiply float16 as fast, but not the other way round: V100 and T4 have no unit
+for bfloat16."""
 
 
 def _family(dtype: str) -> str:
-    """Returns the name that the formats of float8, or of float4, have in common; data
-    sheets have one peak for each of them.
+    """Returns `float8` or `float4` for any format of these; other dtypes unchanged.
+
+    Data sheets have one peak for all formats of float8, and one for float4.
 
     >>> _family("float8_e5m2"), _family("bfloat16")
     ('float8', 'bfloat16')

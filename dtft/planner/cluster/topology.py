@@ -80,7 +80,8 @@ class Pool:
 
     @property
     def trust(self) -> Accuracy:
-        """Accuracy of predictions with the pool's figures."""
+        """Accuracy of predictions with the pool's figures: `accuracy`, or else that of
+        the catalog's figures (`CATALOG`)."""
         if self.accuracy is not None:
             return self.accuracy
         return replace(CATALOG, source=f"{CATALOG.source}: {self.device.source}")
@@ -107,9 +108,9 @@ class Pool:
     def fabric_words(self) -> str:
         """The pool's shorthand and kinds of links: `2x8xh100 by NVLink and InfiniBand`.
 
-        `Cluster.parse` of a shorthand with a device type's name gives a pool with the
-        same text as `Cluster.from_devices` of such devices. Pools with other kinds of
-        links have another text. So have tori of another shape.
+        A pool that `Cluster.parse` reads from a shorthand with a device type's name has
+        the same text as a pool that `Cluster.from_devices` builds from these devices.
+        Pools with other kinds of links, and tori of another shape, have another text.
         """
         kinds = dict.fromkeys(
             level.link.kind for level in self.levels if level.size > 1
@@ -360,7 +361,7 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
 
     The smallest dimension is innermost, as the coordinates of Google's slices have
     ascending sizes and the first coordinate varies fastest. Leaves out levels of size
-    1. Where a chip has several devices, they are a further level, the innermost.
+    1. If a chip has several devices, the devices of a chip are the innermost level.
     """
     dims = found.torus_dims + (found.per_chip > 1)
     if len(sizes) > dims + 1:
@@ -399,9 +400,10 @@ def _chip(found: Machine, size: int) -> Level:
 
 
 def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
-    """Finds the number of slices for a number of devices, and the sizes of each torus.
+    """Finds the number of TPU slices for a number of devices, and the sizes of a slice.
 
-    Slices are as few as possible; a torus has sizes as equal as possible.
+    There are as few slices as possible, and the sizes of a slice's torus dimensions are
+    as equal as possible.
 
     Raises:
         ValueError: the devices do not divide into equal slices.
@@ -611,7 +613,7 @@ def _numbers(value: Any, where: str, of: str) -> dict[str, float]:
     """Builds a mapping of texts to numbers; `of` describes both, for the error.
 
     Raises:
-        ValueError: `value` is no such mapping.
+        ValueError: `value` is no mapping, a key is no text, or a value is no number.
     """
     return {
         _scalar(f"a name in {where}", name, str): _scalar(f"{where}.{name}", one, float)
@@ -677,10 +679,12 @@ def _device(items: Any, where: str) -> DeviceType:
 def _link(items: Any, where: str) -> Link:
     """Reads a link: a name of the catalog, or a mapping of fields.
 
-    The mapping may have the figures of the curve in place of the key `curve`.
+    The mapping may have the fields of `Curve`, such as `bandwidth`, in place of the key
+    `curve`.
 
     Raises:
-        ValueError: the mapping has both, a key is unknown, or a value is not allowed.
+        ValueError: the mapping has `curve` and also fields of `Curve`, a key is
+            unknown, or a value is not allowed.
     """
     if isinstance(items, str):
         return catalog.link(items)
@@ -818,8 +822,8 @@ def _type(device: Any, memory: int) -> DeviceType:
 def _found_torus(devices: Sequence[Any], machine: catalog.Machine) -> tuple[Level, ...]:
     """Builds a level for each torus coordinate, and a level of slices.
 
-    The devices of one chip have the same coordinates; they are the innermost level.
-    Returns () if a device has no coordinates.
+    If chips have several devices, the devices of one chip, which have the same
+    coordinates, are the innermost level. Returns () if a device has no coordinates.
     """
     coordinates = [getattr(device, "coords", None) for device in devices]
     if any(found is None for found in coordinates):

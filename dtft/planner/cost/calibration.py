@@ -30,7 +30,8 @@ LEFT_OUT = "runs left out"
 """Key of `Calibration.residuals`: the relative error within which `INTERVAL_SHARE` of
 past runs are predicted by factors that were fitted to other runs."""
 HELD_BY_MEDIAN = 1.9
-"""The error within which 80 % of normally distributed errors are, by their median."""
+"""Ratio of the size that 80 % of normally distributed errors do not exceed to the
+median size of these errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +75,23 @@ class Calibration:
 
     @property
     def source(self) -> str:
-        """Origin of the constants, in one line."""
+        """Origin of the figures in one line: level, devices, software and past runs."""
         runs = f", {self.num_runs} past runs" if self.num_runs else ""
         what = f"{self.num_devices} x {self.device}, {self.software}{runs}"
         return f"calibration level {self.level} ({what})"
 
     @property
     def term_errors(self) -> Mapping[str, float]:
-        """Relative errors `compute` and `collectives`; see `Accuracy.errors`.
+        """Relative errors of the terms `compute` and `collectives` (`Accuracy.errors`).
 
-        With past runs, both errors are `residuals[LEFT_OUT]`. Without past runs, they
-        are those of a new program on known devices (`CARRIED_OVER`) and of the fits
-        together: for `compute` the larger residual of the fits `matmul` and `memory`,
-        for `collectives` the largest residual of the fits of collectives. The error in
-        `UNCALIBRATED` replaces a missing fit of matmuls or collectives.
+        With past runs, both errors are `residuals[LEFT_OUT]`.
+
+        Without past runs, each error is the root of the sum of two squares. One is the
+        error of the fits: for `compute` it comes from the larger residual of `matmul`
+        and `memory`, for `collectives` from the largest residual of the fits of
+        collectives. The other is the error for a new program on known devices
+        (`CARRIED_OVER`). If matmuls or collectives were not fitted, the error of the
+        term is that in `UNCALIBRATED`.
         """
         residuals = self.residuals
         if self.num_runs:
@@ -108,8 +112,12 @@ class Calibration:
 
     @property
     def below(self) -> float:
-        """`Accuracy.below`: 1 with past runs. Without past runs, the errors of the fits
-        are as large on both sides, and those of a new program mostly on one."""
+        """Width of the interval below a prediction, relative to the width above it.
+
+        This is `Accuracy.below`. It is 1 with past runs. Without past runs, it combines
+        two errors: the error of the fits is equally large on both sides, and the error
+        for a new program (`CARRIED_OVER`) lies mostly above the prediction.
+        """
         if self.num_runs:
             return 1.0
         above, new = self.term_errors["compute"], CARRIED_OVER.errors["compute"]
@@ -250,8 +258,8 @@ def _measured(link: Link, calibration: Calibration) -> Link:
 NUM_FOLDS = 20
 """Largest number of parts of the log that `left_out_error` leaves out in turn."""
 FEWEST_RUNS = 4
-"""The number of runs from which their largest error bounds `INTERVAL_SHARE` of the
-errors of new runs on average."""
+"""Least number of runs whose largest error is, on average, not exceeded by
+`INTERVAL_SHARE` of new runs."""
 SPREAD = 0.3
 """Prior standard deviation of the logarithm of a term's factor, in `fit_terms`."""
 
@@ -323,12 +331,12 @@ def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
 
 
 def left_out_error(runs: Sequence[PastRun]) -> float:
-    """Computes the error that `INTERVAL_SHARE` of new runs are expected to keep.
+    """Estimates the relative error that `INTERVAL_SHARE` of new runs do not exceed.
 
-    Each run is predicted with factors that were fitted to other runs. The result is a
-    quantile of |measured / predicted - 1|. One run is predicted with the factors 1. Of
-    fewer than `FEWEST_RUNS` runs the largest error is taken, and no less than the
-    error of a new program on known devices.
+    Each run is predicted with factors that were fitted to other runs; a single run is
+    predicted with the factors 1. The result is a quantile of |measured / predicted - 1|
+    over the runs. With fewer than `FEWEST_RUNS` runs, the result is the largest error,
+    but at least the error for a new program on known devices (`CARRIED_OVER`).
 
     Raises:
         ValueError: `runs` is empty, or a measured step time is not above 0.

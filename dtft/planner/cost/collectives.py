@@ -37,9 +37,9 @@ def collective_s(
         group: a result of `group_of`.
         algorithm: `ring` is for all_reduce, all_gather and reduce_scatter; `tree` and
             `gather` are for all_reduce; `direct` is for all_to_all and permute;
-            `hierarchical` is for all kinds but permute. `best` is the fastest one for
-            the kind. But if the group lies on one level with measured times of the
-            kind, `best` is `ring`, or `direct` for kinds without `ring`.
+            `hierarchical` is for all kinds but permute. `best` is the fastest algorithm
+            of the kind. But if the group lies on one level, and its link has measured
+            times of the kind, `best` is `ring`, or `direct` for kinds without `ring`.
 
     Returns:
         Seconds, in the shape of `num_bytes`; 0 for one device or no bytes.
@@ -174,8 +174,8 @@ def _most(times: list[Any]) -> Any:
 def _slowest(num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds to send bytes through all levels at once.
 
-    The result is the seconds of the slowest level.
-    In each part (group of the level below), all devices send.
+    The result is the seconds of the slowest level. In each part (group of the level
+    below), all devices send an equal share of the bytes.
     """
     return _most([hop.seconds(num_bytes, hop.inner) for hop in hops])
 
@@ -198,8 +198,8 @@ def _tree(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds to gather arrays on one device and to broadcast their sum.
 
-    2 alpha + 2 n S / B for S bytes of each of n devices, where alpha is the latency and
-    B the bandwidth of the port of this one device.
+    The formula is 2 alpha + 2 n S / B for S bytes of each of n devices. Alpha is the
+    latency, and B is the bandwidth of the port of the device that gathers.
     """
     sent = _members(hops) * hops[-1].seconds(num_bytes, alone=True)
     return _rounds(kind) * (_alpha(hops) + sent)
@@ -208,10 +208,10 @@ def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds if devices communicate level by level, innermost first.
 
-    On a further level, each of the n devices that the levels below join sends 1 / n of
-    the bytes. On a torus each dimension is a level. The array is then split into as
-    many parts as dimensions; all parts are sent at once, each starting with another
-    dimension.
+    If the levels below a level join n devices, each of the n devices sends 1 / n of the
+    bytes on this level. On a torus each dimension is a level. The array is then split
+    into as many parts as dimensions. All parts are sent at once, and each part starts
+    with another dimension.
     """
     torus = all(hop.link.kind == "ICI" for hop in hops)
     parts = len(hops) if torus else 1
@@ -224,9 +224,10 @@ def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _passed(hop: _Hop) -> Any:
-    """Returns the number of links that a byte passes on average.
+    """Returns the number of links that a byte of an all-to-all passes on average.
 
-    n / 4 on a torus ring of n links, but at least 1; 1 elsewhere.
+    This is n / 4, but at least 1, on a torus dimension (ICI) of n devices, and 1 on
+    other links.
     """
     return np.maximum(1.0, hop.size / 4) if hop.link.kind == "ICI" else 1.0
 

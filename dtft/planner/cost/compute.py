@@ -21,9 +21,10 @@ def lower_bound_s(question: Workload, pool: Pool) -> float:
     """Computes a lower bound in seconds of a step's time on a pool, for any plan.
 
     The bound is the larger of two times, with the work divided evenly over all devices.
-    The first is the time of all matmuls and convolutions at the peak flops of their
-    dtype. The second is the time to read and write all parameters and optimizer state
-    once. Communication is not part of the bound: a plan for one device has none.
+    The first is the time of all matmuls, convolutions and custom kernels at the peak
+    FLOP/s of their dtype. The second is the time to read and write all parameters and
+    optimizer state once. Communication is not part of the bound: a plan for one device
+    has none.
 
     Args:
         question: the workload with the step's graph.
@@ -39,13 +40,15 @@ def lower_bound_s(question: Workload, pool: Pool) -> float:
 
 
 def at_peak_s(graph: Graph, pool: Pool, operators: Iterable[Operator]) -> float:
-    """Computes the seconds of matmuls and convolutions at the peak flops of their
-    dtype, with the work divided evenly over all devices.
+    """Computes the seconds of matmuls, convolutions and custom kernels at the peak.
+
+    The peak is the FLOP/s of the operator's dtype. The work is divided evenly over all
+    devices.
 
     Args:
         graph: the graph with the operators.
         pool: the devices.
-        operators: the operators; those of other kinds take no time here.
+        operators: the operators; operators of other kinds count as 0 s.
     """
     seconds = 0.0
     for operator in operators:
@@ -92,8 +95,8 @@ def shape_factor(
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
     """Returns `Efficiency.misaligned` if n or k is not aligned, else 1.
 
-    A size is aligned if its bytes are a multiple of `alignment_bytes`. So is a size of
-    fewer bytes, because the tile pads it in any case.
+    A size is aligned if its bytes are a multiple of `alignment_bytes`. A size of fewer
+    bytes counts as aligned, too, because the tile pads it in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]

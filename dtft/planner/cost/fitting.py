@@ -114,7 +114,7 @@ def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
 
 
 _BEYOND = 2
-"""Number of measured sizes, the largest ones, that are never taken as cache size."""
+"""The number of largest measured sizes that are never taken as the cache size."""
 _PLAIN = 0.2
 """`fit_memory` fits no cache if bandwidth alone predicts all memory times within this
 relative error."""
@@ -188,14 +188,15 @@ def fit_memory(
 ) -> tuple[DeviceType, CalibrationFit]:
     """Fits a device's memory bandwidth, cache bandwidth and cache size.
 
-    The launch time of an operator is fitted beside these figures and dropped. Small
+    The launch time of an operator is fitted too, but not returned in the device. Small
     arrays that are used repeatedly stay in a cache; other bytes are moved through the
     memory. If bandwidth alone explains the times, there is no cache. Otherwise each
     measured size but the two largest is tried as the cache size, and the size whose fit
-    has the smallest worst error is taken. The two largest are left out, because smaller
-    sizes alone do not distinguish a cache from noise. All devices run in the
-    measurement, so the figures are of one device's share of a cache and memory that
-    devices share.
+    has the smallest worst error is taken. The two largest sizes are left out, because
+    the other sizes alone do not distinguish a cache from noise.
+
+    All devices run in the measurement. If devices share a cache or memory, the figures
+    are those of one device's share.
     """
     cache_bytes, found = _fit_memory(device, times, 0.0)
     sizes = sorted({float(time.num_bytes) for time in times})[:-_BEYOND]
@@ -262,7 +263,7 @@ def fit_matmuls(
     """Fits `e0`, `x0` (see `Efficiency`) and an operator's launch time to matmul times.
 
     On a CPU, or if a matmul was faster than the peak, the best measured speed becomes
-    the peak. The peaks of other dtypes change by the same factor.
+    the new peak. The peaks of other dtypes then change by the same factor.
 
     Here and in `fit_peak`, times of float32 are those of JAX's default precision, so on
     GPUs with TensorFloat-32 the peak is that of `tensorfloat32`.
@@ -289,7 +290,8 @@ def fit_matmuls(
 def fit_convolutions(
     device: DeviceType, dtype: str, times: Sequence[ConvolutionTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """Fits `c0`, the channels at which convolutions are half as fast as large matmuls.
+    """Fits `c0`: the number of channels at which convolutions are half as fast as large
+    matmuls.
 
     If `times` has convolutions of an odd number of input channels, also fits `odd`, the
     slowdown of these convolutions.

@@ -154,7 +154,13 @@ def members(
 def _sizes(
     levels: tuple[int, ...], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Computes `members` of one mesh."""
+    """Computes the number of parts that each level joins, as `members` for one mesh.
+
+    Args:
+        levels: the number of devices or groups that each level joins, innermost first.
+        mesh: sizes of the axes, slowest-varying first.
+        chosen: whether each axis takes part in the collective.
+    """
     bounds = [math.prod(levels[:level]) for level in range(len(levels) + 1)]
     sizes = [1.0] * len(levels)
     stride = 1
@@ -310,13 +316,13 @@ def _follows(axes: list[int], wanted: list[int]) -> bool:
 def _undominated(
     sizes: np.ndarray, ways: np.ndarray, capacities: np.ndarray
 ) -> np.ndarray:
-    """Finds the orders to keep for each mesh: those that no other order dominates.
+    """Finds for each mesh the orders that no other order dominates.
 
     Of orders with equal extents only the first is kept. See `undominated_orders`.
 
     Args:
-        sizes: sizes of the axes above 1, of meshes that have the same such axes;
-            int [meshes, axes].
+        sizes: sizes of the axes larger than 1, of meshes in which the same axes are
+            larger than 1; int [meshes, axes].
         ways: the orders, each a permutation of the axes' indices; int [ways, axes].
         capacities: the number of devices in a group of each level but the last.
 

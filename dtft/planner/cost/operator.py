@@ -74,11 +74,10 @@ class MeshSpeeds:
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
         """Computes the seconds per step of a bundle of collectives.
 
-        The result includes one sync skew for each time that the bundle is sent, but
-        none for a bundle that waits for no computation (`Bundle.ahead`). The result
-        includes the seconds of sending only if the backend combines the bundle into one
-        message (`Bundle.is_one`). Otherwise the caller adds `sending_s` of each
-        collective.
+        The result includes one sync skew for each time that the bundle is sent, unless
+        the bundle waits for no computation (`Bundle.ahead`). The result includes the
+        seconds of sending only if the backend combines the bundle into one message
+        (`Bundle.is_one`). Otherwise the caller adds `sending_s` of each collective.
 
         Args:
             bundle: the collectives.
@@ -117,9 +116,10 @@ def computing_s(
         cold: whether the operator's bytes were not used recently, as the state in an
             optimizer update.
         moved: bytes that kernels move for the operator, per byte of its operands and
-            results (`OpGroup.moved`). XLA's CPU backend fuses by other rules: there
-            `Efficiency.fuse` takes its place for cheap operators, and others move all
-            bytes of their operands and results.
+            results (`OpGroup.moved`). On CPU this is used only for cheap operators that
+            are `cold`. Other cheap operators on CPU move the share `Efficiency.fuse` of
+            the bytes of their operands and results, and all other operators move all of
+            these bytes.
     """
     operator = work.operator
     on_cpu = device.platform == "cpu"
@@ -158,8 +158,8 @@ def _across(work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
-    """Computes the seconds to copy a product's left operand into the layout that the
-    product needs; 0 if no copy is needed."""
+    """Computes the seconds to copy the left operand of a matmul or convolution into the
+    layout that the operator needs; 0 if no copy is needed."""
     if not work.operator.strided:
         return 0.0
     part = work.reads[0].at(sizes) / work.reads[0].total

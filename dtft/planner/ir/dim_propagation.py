@@ -23,7 +23,7 @@ Numbers = tuple[int, ...]
 
 
 class Dims:
-    """Disjoint sets of dims (union-find).
+    """Disjoint sets of dims (union-find); dims of one set are divided in the same way.
 
     >>> dims = Dims()
     >>> a, b, c = dims.new(4), dims.new(8), dims.new(8)
@@ -136,14 +136,20 @@ def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def dot(case: Case) -> Linked:
-    """Rule of a matmul: the result has the batch dims, then the free dims of the left
-    operand, then those of the right operand."""
+    """Derives the dims of a matmul's result.
+
+    The result has the batch dims, then the free dims of the left operand, then the free
+    dims of the right operand. Contracted dims and batch dims of both operands are
+    joined.
+    """
     return _product(case, case.params["dimension_numbers"])
 
 
 def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
-    """Rule of a matmul with dimension numbers of a `dot_general`; the right operand's
-    dims at the positions `groups` are not in the result."""
+    """Derives the dims of a matmul's result from `dot_general` dimension numbers.
+
+    The right operand's dims at the positions `groups` are not in the result.
+    """
     (left_sum, right_sum), (left_batch, right_batch) = numbers
     left, right = case.operands[:2]
     for i, j in zip((*left_sum, *left_batch), (*right_sum, *right_batch), strict=True):
@@ -156,13 +162,13 @@ def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
 
 
 def ragged_dot(case: Case) -> Linked:
-    """Rule of a ragged matmul, which multiplies each group of rows by its own matrix.
+    """Derives the dims of the result of a ragged matmul.
 
-    The rule is that of a matmul, but the ragged dim (the rows of all groups) and the
-    dim that numbers the groups are needed undivided. If the ragged dim is contracted,
-    as in the gradient of the matrices, the dim that numbers the groups is the result's
-    first dim. If the operand of group sizes has several dims, all operands are needed
-    undivided.
+    A ragged matmul multiplies each group of rows by its own matrix. Its dims are those
+    of a matmul. But the ragged dim (the rows of all groups) and the dim that numbers
+    the groups must not be divided. If the ragged dim is contracted, as in the gradient
+    of the matrices, the dim that numbers the groups is the result's first dim. If the
+    operand of group sizes has several dims, no operand may be divided.
     """
     numbers = case.params["ragged_dot_dimension_numbers"]
     left, right, sizes = case.operands[:3]
@@ -181,11 +187,12 @@ def ragged_dot(case: Case) -> Linked:
 
 
 def convolution(case: Case) -> Linked:
-    """Rule of a convolution: examples and channels keep their dims.
+    """Derives the dims of a convolution's result.
 
-    Window dims are needed undivided, because a window reads elements of the next device
-    (halo). Channels or examples in groups are needed undivided too, except the channels
-    of a depthwise convolution.
+    Examples and output channels may be divided, as in the operands. Input channels may
+    be divided too; the results are then partial sums. Window dims must not be divided,
+    because a window reads elements of the next device (halo). Nor must channels or
+    examples in groups, except the channels of a depthwise convolution.
     """
     numbers = case.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -216,9 +223,11 @@ def convolution(case: Case) -> Linked:
 
 
 def gather(case: Case) -> Linked:
-    """Rule of a gather: an indexed dim of which one element is taken may be divided.
+    """Derives the dims of a gather's result: each device looks up the elements it has.
 
-    Each device then looks up the elements that it has, and the results are summed.
+    An operand's dim along which one element is taken may be divided; the results of the
+    devices are then summed. A dim that is taken whole is divided like the result's dim.
+    Dims along which several but not all elements are taken must not be divided.
     """
     numbers, sizes = case.params["dimension_numbers"], case.params["slice_sizes"]
     operand, indices = case.operands[:2]
@@ -243,11 +252,11 @@ def gather(case: Case) -> Linked:
 
 
 def scatter(case: Case, adds: bool) -> Linked:
-    """Rule of a scatter: each device updates its part of the operand.
+    """Derives the dims of a scatter's result, which are those of its operand.
 
-    If the scatter combines updates with the operand (`adds`; scatter-add and others),
-    the dims that number the updates may be divided too. If the updates replace
-    elements, these dims are needed undivided.
+    Each device updates its part of the operand. If the scatter combines updates with
+    the operand (`adds`; scatter-add and others), the dims that number the updates may
+    be divided too. If the updates replace elements, these dims must not be divided.
     """
     numbers = case.params["dimension_numbers"]
     operand, indices, updates = case.operands[:3]
@@ -278,15 +287,16 @@ def scatter(case: Case, adds: bool) -> Linked:
 
 
 def attention(case: Case) -> Linked:
-    """Rule of cuDNN's attention, forward and backward: examples and heads keep their
-    dims.
+    """Derives the dims of the results of cuDNN's attention, forward and backward.
 
-    Positions and features are needed undivided. Heads of keys and values may be fewer
-    than those of queries: a device then needs whole groups. In the forward pass, the
-    operands are queries, keys, values, bias, lengths and offsets of sequences, and page
-    tables; the results are the output and the logarithms of the sums of each row. The
-    backward pass has three more operands: these two results (the logarithms first) and
-    the output's gradient; its results are the gradients of the first operands.
+    Examples and heads may be divided; positions and features must not be. If keys and
+    values have fewer heads than queries, a device needs whole groups of query heads.
+
+    In the forward pass, the operands are queries, keys, values, bias, lengths and
+    offsets of sequences, and page tables. The results are the output and the logarithms
+    of the sums of each row. The backward pass has three more operands: the logarithms
+    and the output of the forward pass, and the output's gradient. The results of the
+    backward pass are the gradients of queries, keys, values and, if there is one, bias.
     """
     along, heads = attention_dims(case.params)
     query, key, value, bias = case.operands[:4]
@@ -331,6 +341,9 @@ def attention(case: Case) -> Linked:
 def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
     """Derives the dims of an equation's results from the dims of its operands.
 
+    Uses the rule of the equation's primitive, or else the letters of a registered
+    kernel (`_named`), or else the elementwise rule (`_alike`).
+
     Args:
         dims: all dims of the program; joined in place.
         eqn: a JAX equation that calls no other program.
@@ -345,7 +358,9 @@ def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
 
 
 def _named(case: Case, named: KernelDims) -> Linked:
-    """Rule of a kernel that was registered with letters for its dims.
+    """Derives the dims of the results of a kernel registered with letters for its dims.
+
+    Dims with the same letter are joined (`register_kernel`).
 
     Raises:
         ValueError: the program calls the kernel with arrays of other ranks.
@@ -374,9 +389,10 @@ def _named(case: Case, named: KernelDims) -> Linked:
 
 
 def _alike(case: Case) -> Linked:
-    """Default rule: elementwise, with broadcast of dims of size 1.
+    """Derives the dims of results as for an elementwise operator.
 
-    Operands whose shape fits no result are needed undivided.
+    Dims of size 1 are broadcast. This is the default for unknown primitives. Operands
+    whose shape fits no result must not be divided.
     """
     outputs: list[Numbers] = []
     fitting: set[int] = set()
@@ -408,7 +424,7 @@ def _repeats(shape: Sequence[int], result: Sequence[int]) -> bool:
 
 
 def _fresh(case: Case) -> Linked:
-    """Rule of operators whose results share no dims with operands (iota, random)."""
+    """Returns new dims for results that share no dims with operands (iota, random)."""
     outputs = tuple(case.dims.news(shape) for shape in case.results)
     return Linked(outputs=outputs)
 
@@ -438,8 +454,8 @@ def factor_groups(
 ) -> list[tuple[list[int], list[int]]]:
     """Groups the dims of a reshape's operand with the dims of the result they become.
 
-    Returns a pair of positions (in the operand, in the result) for each group. Dims of
-    size 1 at the end may be in no group.
+    Returns for each group the positions of its dims in the operand, and the positions
+    of its dims in the result. Dims of size 1 at the end may be in no group.
 
     >>> factor_groups((2, 3, 4), (6, 2, 2))
     [([0, 1], [0]), ([2], [1, 2])]
@@ -464,10 +480,11 @@ def factor_groups(
 
 
 def _reshape(case: Case) -> Linked:
-    """Rule of a reshape, for each group of `factor_groups`.
+    """Derives the dims of a reshape's result, for each group of `factor_groups`.
 
-    The operand's first dim of size > 1 and the result's are divided in the same way.
-    The operand's other dims are needed undivided.
+    The group's first dim of size > 1 in the operand and its first dim of size > 1 in
+    the result are divided in the same way. The operand's other dims of size > 1 must
+    not be divided.
     """
     before, after = case.shapes[0], case.results[0]
     if math.prod(before) == 0 or case.params.get("dimensions") is not None:
@@ -500,8 +517,10 @@ def _reduce(case: Case) -> Linked:
 
 
 def _along(case: Case, place: int) -> Linked:
-    """Rule of operators along the dim at `place`, which is needed undivided. Results
-    have the dims of the operands."""
+    """Derives the dims of results of operators along one dim, such as sort or cumsum.
+
+    Results have the dims of the operands. The dim at `place` must not be divided.
+    """
     full = [i for i, shape in enumerate(case.shapes) if shape == case.results[0]]
     case.join_all(list(zip(*(case.operands[i] for i in full), strict=True)))
     operand = case.operands[full[0]]
@@ -517,8 +536,11 @@ def _sort(case: Case) -> Linked:
 
 
 def _resized(case: Case) -> Linked:
-    """Rule of slices and pads: dims of unchanged size are kept, others are needed
-    undivided."""
+    """Derives the dims of the results of slices and pads.
+
+    Dims of unchanged size are kept. Dims of the operand whose size changes must not be
+    divided.
+    """
     operand = case.operands[0]
     outputs: list[Numbers] = []
     whole: set[int] = set()
@@ -533,8 +555,11 @@ def _resized(case: Case) -> Linked:
 
 
 def _windowed(case: Case) -> Linked:
-    """Rule of operators with windows: dims with a window of one element are kept, and
-    others are needed undivided."""
+    """Derives the dims of the results of operators with windows, such as max pooling.
+
+    Dims with a window of one element are kept. Dims with larger windows must not be
+    divided.
+    """
     sizes = case.params["window_dimensions"]
     outputs: list[Numbers] = []
     whole: set[int] = set()
@@ -552,7 +577,8 @@ def _windowed(case: Case) -> Linked:
 
 
 def _each(case: Case) -> Linked:
-    """Rule of operators whose results are their operands, in order."""
+    """Returns the dims of the operands, for operators whose results are their operands
+    in the same order."""
     return Linked(outputs=tuple(case.operands))
 
 
@@ -585,8 +611,11 @@ def _reverse(case: Case) -> Linked:
 
 
 def _last(count: int) -> Callable[[Case], Linked]:
-    """Makes the rule of operators on the last `count` dims, which are needed undivided.
-    Other dims of unchanged size are kept."""
+    """Makes the rule of operators on the last `count` dims, such as Cholesky factors.
+
+    The rule derives the dims of an equation's results. The last `count` dims of
+    operands must not be divided. Other dims of unchanged size are kept.
+    """
 
     def rule(case: Case) -> Linked:
         operand = case.operands[0]

@@ -10,9 +10,9 @@ A convolution counts its padding, but not the zeros between the elements of a di
 operand, so that both passes of a layer have equal cost. Sorting counts comparisons, and
 decompositions count their leading term, both for any dtype.
 
-A kernel of another compiler counts what its rule says: cuDNN's attention has a rule,
-Pallas kernels say it themselves (`cost_estimate`), and `register_kernel` adds others.
-A primitive without a rule is `opaque`: only its bytes are known.
+The operations of a kernel that XLA does not make come from a rule: cuDNN's attention
+has a rule, Pallas kernels have a `cost_estimate`, and `register_kernel` adds rules of
+other kernels. A primitive without a rule is `opaque`: only its bytes are known.
 """
 
 import functools
@@ -24,7 +24,7 @@ from dtft.planner.ir.graph import OperatorKind
 
 
 class Shaped(Protocol):
-    """An array of which only shape and dtype are known."""
+    """An object with the shape and dtype of an array."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...  # noqa: D102
@@ -34,7 +34,8 @@ class Shaped(Protocol):
 
 Arrays = Sequence[Shaped]
 Count = Callable[[Arrays, Arrays, Mapping[str, Any]], float]
-"""A function from operands, results and the primitive's parameters to operations."""
+"""A function from operands, results and the primitive's parameters to the number of
+operations of one execution."""
 
 PER_ELEMENT: Mapping[str, float] = {
     "clamp": 2, "one_minus_square": 2,
@@ -134,8 +135,8 @@ def count(
 def kernel_name(primitive: str, params: Mapping[str, Any]) -> str:
     """Returns the name under which the rule of a kernel is registered.
 
-    It is the target of an `ffi_call`, the `name` of a `pallas_call`, and the name of
-    any other primitive.
+    This is the target name of an `ffi_call`, the `name` of a `pallas_call`, and the
+    primitive's name for any other primitive.
     """
     name = {"ffi_call": "target_name", "pallas_call": "name"}.get(primitive, "")
     return params.get(name) or primitive
@@ -144,18 +145,20 @@ def kernel_name(primitive: str, params: Mapping[str, Any]) -> str:
 def register_kernel(
     name: str, flops: Count, *, dims: str = "", whole: str = ""
 ) -> None:
-    """Registers how many operations a kernel has that XLA does not make.
+    """Registers the operation count of a kernel that XLA does not make.
 
-    The planner prices it by its operations at the peak of its first operand's dtype, or
-    by the bytes of its operands and results, whichever takes longer. A kernel that is
-    not registered is priced by its bytes alone, and `plan.lints()` says so. An array of
-    such a kernel may be divided along dims that its operands and results have in
-    common, unless `jax.shard_map` is around it. Without `dims`, these are dims at the
-    same place and of the same size.
+    The planner prices a registered kernel by its operations at the peak of its first
+    operand's dtype, or by the bytes of its operands and results, whichever takes
+    longer. A kernel that is neither registered nor has a `cost_estimate` is priced by
+    its bytes alone, and `plan.lints()` says so.
+
+    Arrays of a kernel may be divided along dims that operands and results have in
+    common, unless `jax.shard_map` is around the kernel. Without `dims`, these are dims
+    at the same position and of the same size.
 
     Args:
         name: target of an `ffi_call`, `name` of a `pallas_call` (whose `cost_estimate`
-            it replaces), or name of a primitive.
+            is then not used), or name of a primitive.
         flops: function from operands, results (`shape` and `dtype` of each) and the
             primitive's parameters to the operations of one execution.
         dims: a letter for each dim of the operands and results, as for `jnp.einsum`:
@@ -241,7 +244,8 @@ def _elementwise(name: str, each: float) -> Count:
 
 
 def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts the products of repeated squaring, and a division for a negative power."""
+    """Counts the multiplications of repeated squaring, and one division if the power is
+    negative; 0 for integers."""
     power = abs(params["y"])
     steps = power.bit_length() + power.bit_count() - 2 if power else 0
     if not is_float(results[0]):
@@ -250,8 +254,10 @@ def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -
 
 
 def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts Horner's rule. The operands, as of jax 0.12, are the argument and the
-    coefficients."""
+    """Counts the operations of Horner's rule: 2 per element and multiply-add.
+
+    The operands, as of jax 0.12, are the argument and the coefficients.
+    """
     del params
     if not is_float(results[0]):
         return 0
@@ -270,7 +276,10 @@ def _dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts as for a matmul without groups: each row is multiplied by one matrix."""
+    """Counts the operations of a ragged matmul as those of a matmul without groups.
+
+    Each row is multiplied by the matrix of its group only.
+    """
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
     gone = {*summed, *batch, *numbers.rhs_group_dimensions}
@@ -280,10 +289,13 @@ def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
 
 
 def _attention(forward: bool) -> Count:
-    """Makes the rule of cuDNN's attention: 2 matmuls forward, 5 backward.
+    """Makes the function that counts the operations of cuDNN's attention.
 
-    Scores that a causal mask or a window hides are not computed (Dao, FlashAttention-2,
-    arXiv 2307.08691, section 3.1). The backward pass computes the scores again.
+    The forward pass has 2 matmuls, the backward pass has 5.
+
+    Scores that a causal mask or a window hides are not counted, because they are not
+    computed (Dao, FlashAttention-2, arXiv 2307.08691, section 3.1). The backward pass
+    computes the other scores again.
     """
 
     def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
@@ -303,8 +315,13 @@ def _attention(forward: bool) -> Count:
 
 
 def attention_dims(params: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the places of positions and of heads in the arrays of cuDNN's attention,
-    from its parameters. The first dim is that of examples, the last that of features.
+    """Returns the indices of two dims in the arrays of cuDNN's attention.
+
+    The first index is that of the dim of positions, the second that of the dim of
+    heads. In all arrays, the first dim has examples and the last dim has features.
+
+    Args:
+        params: the primitive's parameters, which have the layout.
     """
     return (2, 1) if params["layout"] == 1 else (1, 2)  # BNTH or BTNH
 
@@ -350,8 +367,11 @@ def _top_k(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> floa
 
 
 def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts 5 n log2 n per transform of n elements (radix 2: Van Loan 1992), or half
-    if the operand or the result is real."""
+    """Counts 5 n log2 n operations per transform of n elements.
+
+    Counts half of that if the operand or the result is real. Source: radix 2, Van Loan
+    1992.
+    """
     length = math.prod(params["fft_lengths"])
     rank = len(params["fft_lengths"])
     transforms = math.prod(operands[0].shape[:-rank])
@@ -360,9 +380,10 @@ def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 
 
 def _matrix(each: Callable[[int, int], float]) -> Count:
-    """Makes a rule that counts `each(longer side, shorter side)` for every matrix.
+    """Makes a function that counts the operations of a matrix decomposition.
 
-    The formulas are those of Golub and Van Loan (2013).
+    The function counts `each(longer side, shorter side)` for every matrix of the first
+    operand. The formulas are those of Golub and Van Loan (2013).
     """
 
     def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:

@@ -16,7 +16,7 @@ memory were read from programs that XLA's GPU compiler had compiled
   similar functions, and several kernels read the rows.
 * Any other reduction is part of a kernel that reads or writes the same large arrays, if
   neither waits for the other's result.
-* An operand of a product is copied into another order if its batch dims are not first,
+* An operand of a matmul is copied into another order if its batch dims are not first,
   or its contracted dims are not next to each other.
 * A scatter changes an array in place. If zeros are scattered into and the result is
   added to another array, it changes that array.
@@ -35,8 +35,8 @@ from dtft.planner.ir.graph import Graph, Operator
 CHEAP = ("elementwise", "layout", "random")
 """Kinds of operators that a compiler fuses with their neighbours."""
 PRODUCTS = ("matmul", "convolution", "kernel")
-"""Kinds of operators that are kernels of their own, with most of a model's operations.
-"""
+"""Kinds of operators ("products") that XLA does not fuse: each is a kernel of its own.
+They have most of a model's operations."""
 RELABELS = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier", "name")
 """Operators whose result is their operand in another shape or order."""
 ROW = 16384
@@ -57,16 +57,17 @@ class Kernel:
     reads: frozenset[int]
     """The arrays that are read."""
     merged: bool = field(default=False)
-    """Whether another kernel does the work on its way."""
+    """Whether another kernel, which reads or writes the same arrays, also does the work
+    of this kernel."""
     rows: bool = field(default=False)
-    """Whether the kernel reduces rows on its way."""
+    """Whether the kernel also reduces rows of the arrays that it reads."""
 
 
 def moved_bytes(graph: Graph) -> dict[int, float]:
-    """Computes the bytes that kernels read and write in a step, beside products' own.
+    """Computes the bytes that fused kernels read and write in a step.
 
-    The arrays that a product itself reads and writes are not counted, but the copies of
-    its operands into another order are.
+    Of `PRODUCTS`, such as matmuls, only copies of operands into another order are
+    counted, not the bytes that the product itself reads and writes.
 
     Args:
         graph: a traced step; sizes are those of all devices together.
@@ -97,7 +98,7 @@ def unfused_bytes(graph: Graph) -> dict[int, float]:
     """Computes the bytes that kernels read and write in a step, without fusion.
 
     Each operator is a kernel that reads and writes whole arrays. Operators of kind
-    `layout` make views, and move nothing. Products' own bytes are not counted.
+    `layout` make views, and move nothing. `PRODUCTS`, such as matmuls, are not counted.
 
     Returns:
         Map from the number of an operator to its bytes in all executions of a step.
@@ -124,7 +125,15 @@ def unfused_bytes(graph: Graph) -> dict[int, float]:
 
 
 def relabelled(operator: Operator, index: int) -> int:
-    """Returns the operand that a relabelled result is, as of a barrier of several."""
+    """Returns the operand that has the same elements as result `index` of an operator.
+
+    Of an operator with as many operands as results, such as an optimization barrier,
+    this is the operand at the result's position, else the first operand.
+
+    Args:
+        operator: an operator of `RELABELS`, or a reduction of dims of size 1.
+        index: one of the operator's results.
+    """
     if len(operator.inputs) == len(operator.outputs):
         return operator.inputs[operator.outputs.index(index)]
     return operator.inputs[0]
@@ -157,8 +166,15 @@ class _Fusion:
     # Arrays in memory.
 
     def _resolve(self, kept: set[int], consumers: Mapping[int, int]) -> set[int]:
-        """Finds the roots of all arrays; adds to `kept` what kernels do not compute
-        again, and returns it."""
+        """Finds the roots of each array: the arrays in memory from which a kernel
+        computes it.
+
+        Adds to `kept` the arrays that kernels do not compute again, and returns `kept`.
+
+        Args:
+            kept: the arrays that are in memory in any case.
+            consumers: map from an array to the number of kernels that need it.
+        """
         self.kept = kept
         for operator in self.graph.operators:
             for index in operator.outputs:
@@ -169,7 +185,7 @@ class _Fusion:
         return kept
 
     def _count_consumers(self) -> dict[int, int]:
-        """Counts the kernels and products that need each array."""
+        """Counts for each array the kernels, `PRODUCTS` included, that need it."""
         found: dict[int, set[int]] = defaultdict(set)
         for operator in reversed(self.graph.operators):
             if operator.unread:
@@ -183,8 +199,15 @@ class _Fusion:
         return defaultdict(int, {index: len(some) for index, some in found.items()})
 
     def _is_recomputed(self, index: int, consumers: int) -> bool:
-        """Whether kernels compute an array again, as that moves fewer bytes than to
-        write it once and read it in each of them."""
+        """Whether each kernel that needs an array computes it from its roots.
+
+        False if it moves fewer bytes to write the array to memory once, and to read it
+        in each of these kernels. True for arrays that are in memory in any case.
+
+        Args:
+            index: the array.
+            consumers: the number of kernels that need the array.
+        """
         if consumers < 2 or index in self.kept or self._roots[index] == {index}:
             return True
         values = self.graph.values
@@ -211,7 +234,11 @@ class _Fusion:
         return kept | self._hoisted
 
     def source(self, index: int) -> int:
-        """Returns the array whose elements an array has in another shape or order."""
+        """Returns the array that an array only reshapes, transposes or copies.
+
+        Follows all operators of `RELABELS` back. Returns `index` if such an operator
+        does not make the array.
+        """
         while (maker := self.makers.get(index)) and self._relabels(maker):
             index = relabelled(maker, index)
         return index
@@ -243,8 +270,12 @@ class _Fusion:
         return frozenset().union(*map(self.roots, operator.inputs))
 
     def _scattered_into(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
-        """Yields the result of each scatter into zeros that is then added to an array;
-        and that array, the zeros, and the sum."""
+        """Finds the scatters into zeros whose result is only added to another array.
+
+        Yields:
+            The scatter's result, and the numbers of the other array, the zeros and the
+            sum.
+        """
         for operator in self.graph.operators:
             if operator.kind != "scatter" or operator.unread or not operator.inputs:
                 continue
@@ -273,7 +304,7 @@ class _Fusion:
     # Kernels.
 
     def kernels(self) -> list[Kernel]:
-        """Lists the kernels, except products, in the order of the program."""
+        """Lists the kernels, except `PRODUCTS`, in the order of the program."""
         found = [
             Kernel(number=number, value=index, reads=self.read_by(operator))
             for number, operator in enumerate(self.graph.operators)
@@ -293,7 +324,11 @@ class _Fusion:
     def _merge_columns(
         self, kernels: Iterable[Kernel], readers: Mapping[int, list[Kernel]]
     ) -> None:
-        """Merges reductions into kernels that read, or write, the same large arrays."""
+        """Marks reductions that another kernel also computes (`Kernel.merged`).
+
+        The other kernel reads or writes the same large arrays. Apart from these arrays,
+        neither kernel reads the other kernel's result.
+        """
         values = self.graph.values
         writers = {kernel.value: kernel for kernel in kernels}
         for kernel in kernels:
@@ -326,7 +361,14 @@ class _Fusion:
         return 0
 
     def _is_merged(self, kernel: Kernel, readers: Iterable[Kernel]) -> bool:
-        """Whether kernels that read reduced rows also reduce them."""
+        """Whether the kernels that read the result of a row reduction also compute it.
+
+        If so, marks these kernels (`Kernel.rows`).
+
+        Args:
+            kernel: the kernel of the reduction; False for any other kernel.
+            readers: the kernels that read the result.
+        """
         operator = self.graph.operators[kernel.number]
         if not self._reduces_rows(operator):
             return False
@@ -353,8 +395,8 @@ class _Fusion:
         return math.prod(before[len(after) :]) <= ROW
 
     def _is_costly(self, operator: Operator) -> bool:
-        """Whether a kernel computes exponentials or similar functions of all elements
-        for an operator."""
+        """Whether the kernel of an operator computes exponentials or similar functions
+        of all elements of the operator's first operand."""
         values = self.graph.values
         size = values[operator.inputs[0]].size
         seen, open_ = set[int](), list(operator.inputs)
@@ -385,7 +427,11 @@ class _Fusion:
         return float(trips * (written + sum(read)))
 
     def _written(self, index: int) -> int:
-        """Returns the bytes of an array in memory, in the dtype that is kept."""
+        """Returns the bytes that a kernel writes for an array.
+
+        An array that only casts read is written in the dtype of the casts, if that is
+        narrower.
+        """
         own, readers = self.graph.values[index].num_bytes, self.readers[index]
         if index in self._results or not readers:
             return own
@@ -397,9 +443,14 @@ class _Fusion:
     # Copies of operands.
 
     def reordered(self) -> Iterator[tuple[int, float]]:
-        """Yields each product that reads a copy of an operand, and the copy's bytes.
+        """Finds the matmuls that read a copy of an operand in another order.
 
-        An array that several products read in one order is copied once, for the first.
+        An array that several matmuls read in one order is copied once, for the first
+        matmul.
+
+        Yields:
+            The number of the matmul, and the bytes that all copies in a step read and
+            write.
         """
         seen: set[tuple[int, bool]] = set()
         for number, operator in enumerate(self.graph.operators):
@@ -419,8 +470,14 @@ class _Fusion:
     def _in_order(
         self, index: int, batch: tuple[int, ...], summed: tuple[int, ...]
     ) -> bool:
-        """Whether an operand's elements lie in an order that products read in place:
-        batch dims first, contracted dims next to each other and in their order."""
+        """Whether an operand's elements lie in an order that a matmul reads in place:
+        batch dims first, contracted dims next to each other and in their order.
+
+        Args:
+            index: the operand.
+            batch: the batch dims of the matmul's result.
+            summed: positions of the contracted dims in the operand.
+        """
         value = self.graph.values[index]
         first: list[int] = []
         for dim in batch:

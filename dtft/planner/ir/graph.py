@@ -29,9 +29,9 @@ OperatorKind = Literal[
 """Classes of operators with similar cost.
 
 `layout` moves bytes or only relabels them (reshape, transpose, slice, concatenate,
-convert). `kernel` is a kernel that XLA does not make, with a rule for its operations
-(cuDNN's attention). `opaque` is a primitive without a rule, of which only the bytes are
-known.
+convert). `kernel` is a kernel that XLA does not make, but whose operation count is
+known (cuDNN's attention). `opaque` is a primitive whose operation count is unknown:
+only its bytes are known.
 """
 
 ITEM_BITS: Mapping[str, int] = {
@@ -158,9 +158,9 @@ class Dim:
     """A class of dims of values that are divided in the same way."""
 
     sizes: tuple[int, ...]
-    """The distinct sizes of the dims, ascending. Reshapes give a class several sizes:
-    if several dims are merged into one, or one dim is split into several, the first of
-    the several dims is in the class of the one."""
+    """The distinct sizes of the dims, ascending. A class has several sizes because of
+    reshapes: a merged dim is in the class of the first dim that it is merged from, and
+    a split dim is in the class of the first dim that it is split into."""
     loop: bool = False
     """Whether a scan slices or stacks arrays along the dim: each iteration needs
     another part of the dim."""
@@ -186,7 +186,8 @@ class Graph:
     """Map from the path of each result's leaf to the index of its value."""
     barred: frozenset[int] = frozenset()
     """Values that the backward pass of a rematerialized part reads through an
-    optimization barrier: saved values and cotangents. XLA fuses nothing across it."""
+    optimization barrier: saved values and cotangents. XLA fuses no operators across the
+    barrier."""
     unknown: Mapping[str, int] = field(default_factory=dict)
     """Map from a primitive of unknown cost to the bytes that it reads and writes in a
     step. Contains the primitives without a rule. Also contains `while` if a trip count
@@ -205,8 +206,11 @@ class Graph:
         return sum([num_bytes[i] for i in (*operator.inputs, *operator.outputs)])
 
     def operand_dtype(self, operator: Operator) -> str:
-        """Returns the dtype of an operator's first operand; of a product's two operands
-        the wider, to which XLA converts the other."""
+        """Returns the dtype of an operator's first operand; `float32` without operands.
+
+        For a `dot_general` or convolution that contracts dims, returns the wider dtype
+        of both operands, because XLA converts the other operand to it.
+        """
         both = operator.inputs[: 2 if any(operator.contracted) else 1]
         dtypes = [self.values[index].dtype for index in both]
         return max(dtypes, key=item_bits, default="float32")

@@ -28,7 +28,8 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),
 }
-"""Map from each primitive that only calls programs to the parameters with programs."""
+"""Map from each primitive that only calls programs to the names of the parameters that
+hold these programs."""
 
 _PLAIN = frozenset({"jit", "pjit", "closed_call", "call", "eval_jaxpr"})
 """Calls that are equivalent to their inlined bodies."""
@@ -61,10 +62,11 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 
 
 def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yields the equations that are not calls, in the order of their numbers.
+    """Yields all equations that are not calls, also those of nested programs.
 
-    The order is depth first in program order. Every body is visited once, in place of
-    its call. A `while` has its condition before its body; a `cond` has all branches.
+    The position of an equation is its operator number. The order is depth first in
+    program order. Every body is visited once, in place of its call. A `while` has its
+    condition before its body; a `cond` has all branches.
 
     >>> import jax, jax.numpy as jnp
     >>> def layers(x):

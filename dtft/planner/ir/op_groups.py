@@ -146,9 +146,10 @@ XLA converts a result of fewer bits before the transpose, and so cannot merge bo
 def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
     """Counts the elements that operators read with a stride, because of a transpose.
 
-    `Operator.turned` counts the elements that are read in order unless a product is a
-    partial sum. `Operator.strided` counts all other elements, such as those of products
-    in bfloat16, which XLA converts before the transpose.
+    `Operator.turned` counts the elements that are read with a stride only if the
+    transposed product is a partial sum (a mesh axis divides its contracted dims).
+    `Operator.strided` counts all other elements, such as those of products in bfloat16,
+    which XLA converts before the transpose.
 
     The elements of a transposed array are counted for each elementwise operator that
     reads the array. If no operator reads the array (it only leaves its loop or the
@@ -328,9 +329,10 @@ class OpGroup:
     copies: bool = False
     """Whether the group represents the copies of loops (`loop_copies`)."""
     moved: float = 1.0
-    """Bytes that the kernels of a GPU or TPU read and write for the group, per byte of
-    the operands and results of its operators (`fusion.moved_bytes`). For products: of
-    copies of operands, beside what products read and write."""
+    """Bytes that the kernels of a GPU or TPU read and write for the group
+    (`fusion.moved_bytes`), divided by the bytes of the operands and results of its
+    operators. For `fusion.PRODUCTS`, such as matmuls, only copies of operands into
+    another order are counted."""
     members: tuple[int, ...] = ()
     """Numbers of the operators of the group; empty for copies of loops."""
 
@@ -420,8 +422,8 @@ def group_operators(
 
 
 def _share(graph: Graph, moved: Mapping[int, float], numbers: list[int]) -> float:
-    """Returns the bytes that kernels move for operators, per byte of their operands
-    and results."""
+    """Returns the bytes that kernels read and write for operators (`moved`), divided by
+    the bytes of the operators' operands and results; 0 if these are 0."""
     operators = [graph.operators[number] for number in numbers]
     own = sum(graph.bytes_of(operator) * operator.trips for operator in operators)
     return sum(moved.get(number, 0.0) for number in numbers) / own if own else 0.0
@@ -443,8 +445,8 @@ def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
 def _waits(operator: Operator) -> bool:
     """Whether an operator makes the forward or backward pass wait for its operands.
 
-    Cheap operators and reductions do not, such as the second of two sums in the
-    gradient of a bias.
+    False for operators of the update, for cheap operators and for reductions, such as
+    the second of two sums in the gradient of a bias.
     """
     passing = (*CHEAP, "reduction")
     return operator.kind not in passing and region(operator) != "update"
@@ -487,7 +489,8 @@ def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
 def _merged(graph: Graph, operators: list[Operator], total: float) -> OpGroup:
     """Makes a group of operators, which the largest operator represents.
 
-    `OpGroup.times` is `total`, the bytes of all, divided by the bytes of the largest.
+    `OpGroup.times` is `total`, the bytes that all operators read and write in a step,
+    divided by the bytes of one execution of the largest operator.
     """
     largest = max(operators, key=graph.bytes_of)
     own = graph.bytes_of(largest)

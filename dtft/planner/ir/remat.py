@@ -26,8 +26,8 @@ _FINER = 2**0.25
 def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, ...]:
     """Selects the places where a sequence of operators is cut into blocks.
 
-    Minimizes the bytes that cross all cuts plus the bytes inside the largest block, to
-    within a factor of 1.19.
+    Minimizes the bytes that cross all cuts plus the bytes inside the largest block. The
+    result is at most a factor of 1.19 above the minimum.
 
     Args:
         inside: bytes that each operator writes.
@@ -129,7 +129,9 @@ def rematerialized(
     last: bool = False,
     joined: Callable[[JaxprEqn], bool] | None = None,
 ) -> ClosedJaxpr:
-    """Wraps the blocks of a program in `jax.checkpoint`, before differentiation.
+    """Returns a program whose blocks are wrapped in `jax.checkpoint`.
+
+    The program must not be differentiated yet.
 
     Results and gradients change at most by rounding. Parts that the user's program
     already wraps in `jax.checkpoint`, and operators with effects, are not changed.
@@ -137,7 +139,8 @@ def rematerialized(
     Args:
         program: a traced loss.
         policy: selects the results that a block keeps, in addition to its inputs.
-        last: whether the last block is wrapped too, if it is not the body of a scan.
+        last: whether the last block is wrapped too. The body of a scan is wrapped in
+            any case.
         joined: function that says whether an equation must be in one block with the
             next equation.
     """
@@ -155,10 +158,11 @@ class _Blocks:
 
 
 def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
-    """Cuts the equations of a program into blocks and wraps the blocks.
+    """Cuts the equations of a program into blocks and wraps them in `jax.checkpoint`.
 
-    The body of a scan is one block. Calls that are large or contain a scan are cut into
-    blocks too.
+    The body of a scan is one block. The bodies of `jit` and similar calls are cut into
+    blocks too, if they have a scan or more than half of the program's operators. A last
+    block that is no body of a scan is wrapped only if `wrap_last`.
     """
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)
@@ -222,8 +226,20 @@ def _stretch(
     *,
     wrap_last: bool,
 ) -> Iterator[JaxprEqn]:
-    """Cuts a run of equations into blocks and wraps the blocks, the last block only if
-    `wrap_last`."""
+    """Cuts a run of equations into blocks and wraps the blocks in `jax.checkpoint`.
+
+    The last block is wrapped only if `wrap_last`.
+
+    Args:
+        jaxpr: the program of the equations.
+        numbered: the run of equations, with their indices in the program.
+        last_use: index of the last equation that reads each variable (`_last_uses`).
+        asked: the options.
+        wrap_last: whether the last block is wrapped.
+
+    Yields:
+        The new equations: one for each wrapped block, else the block's own.
+    """
     first = numbered[0][0]
     eqns = [eqn for _, eqn in numbered]
     crossing = [

@@ -83,7 +83,8 @@ def _join(
 
 
 _NEXT = 16
-"""Largest number of equal matmuls or convolutions in a layer that is found."""
+"""A layer is found only if one of its matmuls, convolutions or custom kernels occurs at
+most this many times in the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +103,11 @@ class RepeatClasses:
     """Classes of equal dims and operators, and the repeated blocks."""
 
     dims: tuple[int, ...]
-    """For each dim of the graph its class: the lowest dim at the same position in an
-    equal layer. No array has two different dims of one class."""
+    """For each dim of the graph its class: the lowest number of a dim at the same
+    position in an equal layer. No array has two different dims of one class."""
     operators: tuple[int, ...]
-    """For each operator its class: the lowest operator that has equal cost whenever
-    mesh axes divide all dims of a class in the same way."""
+    """For each operator its class: the lowest number of an operator of equal cost. The
+    costs are equal as long as mesh axes divide all dims of a class in the same way."""
     repeats: tuple[Repeat, ...]
     """The layers, in the order of the program."""
 
@@ -169,7 +170,14 @@ def _dims(graph: Graph, op: Operator) -> Iterator[int]:
 
 
 def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
-    """Returns the distances between equal heavy operators, ascending."""
+    """Returns the distances, in operators, between equal `heavy` operators, ascending.
+
+    Each heavy operator is compared with the next `_NEXT` operators equal to it.
+
+    Args:
+        kinds: number of each operator; equal operators have equal numbers.
+        heavy: whether each operator is a matmul, convolution or custom kernel.
+    """
     found: set[int] = set()
     for kind in np.unique(kinds[heavy]):
         places = np.flatnonzero(heavy & (kinds == kind))
@@ -181,8 +189,9 @@ def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
 def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int]]:
     """Finds runs in which each operator equals the operator one period later.
 
-    Returns start, length and period of each run. Runs that cover the most operators are
-    first; of equal ones, those with the shortest period.
+    Returns start, length and period of each run; the length is without the last period.
+    Runs that cover the most operators are first; of runs that cover equally many, the
+    run with the shortest period is first.
     """
     found: list[tuple[int, int, int]] = []
     for period in periods:
@@ -229,7 +238,7 @@ class _Classes:
     def add(self, pairs: Iterable[tuple[int, int]]) -> bool:
         """Merges the classes of both dims of each pair whose sizes are equal.
 
-        Merges none if two dims of an array would get one class, and returns False.
+        If two dims of an array would get one class, merges nothing and returns False.
         Otherwise returns True.
         """
         parent = self._parent.copy()
@@ -283,7 +292,8 @@ class LayerStack:
     """The layers of a step, and the parts before and after the layers.
 
     Part `first` lies before the layers of the forward pass, and after the layers of the
-    backward pass. Part `last` lies between both.
+    backward pass. Part `last` lies between the layers of the forward pass and the
+    layers of the backward pass.
     """
 
     count: int

@@ -2,10 +2,11 @@
 
 `trace` is the entry point. Tracing computes nothing and allocates no array, so
 arguments may be `jax.ShapeDtypeStruct`s of any size. cuDNN's attention is traced on
-machines without cuDNN, too. The body of a loop is entered
-once, and its operators are counted once for each iteration (`Operator.trips`). A scan
-has a known number of iterations. A while loop has one if the program contains the
-start, the step and the bound of a counter as literals; otherwise one iteration counts.
+machines without cuDNN, too. The body of a loop is entered once, and its operators are
+counted once for each iteration (`Operator.trips`). A scan has a known number of
+iterations. The number of iterations of a while loop is known if the program contains
+the start, the step and the bound of a counter as literals. Otherwise the while loop
+counts as one iteration.
 """
 
 import math
@@ -74,9 +75,9 @@ class Drafts:
         self.steps: list[Step] = []
         self.loops: list[CountedLoop | None] = []
         self.needed: set[int] = set()
-        """Values that are needed although no operator reads them: those that a side
-        effect or the condition of a loop or branch reads, and arrays that enter or
-        leave a shard_map."""
+        """Values that count as needed even if no result of the program depends on them:
+        operands and results of operators with side effects, the condition of a loop or
+        branch, and arrays that enter or leave a shard_map."""
         self.barred: set[int] = set()
         """See `Graph.barred`."""
         self.endless: Counter[str] = Counter()
@@ -97,7 +98,8 @@ class Drafts:
         return self.value(known.aval) if isinstance(known, Literal) else known
 
     def copy(self, index: int) -> int:
-        """Adds a value with the shape, dtype and dims of another; returns its index."""
+        """Adds a value with the shape, dtype and dims of value `index`; returns the new
+        value's index."""
         self.values.append(self.values[index])
         return len(self.values) - 1
 
@@ -114,7 +116,8 @@ class Drafts:
         return len(self.values) - 1
 
     def carried(self, before: list[int], out: list[int]) -> list[int]:
-        """Adds a result of the loop for each carried value; returns their indices.
+        """Adds a result of the loop for each carried value; returns the results'
+        indices.
 
         Args:
             before: the carried values before the loop.
@@ -140,8 +143,8 @@ class Drafts:
     def drop_unread(self, results: Iterable[int]) -> None:
         """Marks the operators whose results nothing needs (`Operator.unread`).
 
-        XLA removes them. Differentiation leaves such operators behind, for example the
-        constants of a `jnp.where` whose gradient is zero.
+        XLA removes these operators. Differentiation leaves such operators behind, for
+        example the constants of a `jnp.where` whose gradient is zero.
 
         Args:
             results: the values that the program returns.
@@ -246,7 +249,8 @@ class _Carry:
         return self.init[index] if self.outs[index] is self.ins[index] else None
 
     def step(self, index: int) -> Any:
-        """Returns the number that an iteration adds to a position; None if unknown."""
+        """Returns the number that one iteration adds to the value at a position; None
+        if unknown."""
         out = self.outs[index]
         made = None if isinstance(out, Literal) else self.made.get(out)
         if made is None or made.primitive.name not in ("add", "sub"):
@@ -261,10 +265,11 @@ class _Carry:
 
 
 def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
-    """Returns the name and both sides of a condition that is a single comparison.
+    """Returns the primitive's name and both sides of a loop condition that is a single
+    comparison.
 
-    A side is a number, a `_CarryPosition`, or None if unknown. Returns None for other
-    conditions and for `eq`.
+    A side is a number, a `_CarryPosition`, or None if unknown. Returns None if the
+    condition is no single comparison, or is `eq`.
     """
     if len(condition.eqns) != 1 or condition.eqns[0].outvars != condition.outvars:
         return None
@@ -501,8 +506,8 @@ class Walk:
     ) -> list[Known]:
         """Walks a shard_map, whose arrays are one device's parts.
 
-        An array that enters or leaves keeps the numbers of its dims, except the dims
-        that its spec divides: they get new numbers.
+        When an array enters or leaves, the dims that its spec divides get new numbers.
+        Its other dims keep their numbers.
         """
         params, (body,) = eqn.params, bodies(eqn)
         manual = params.get("newly_manual_axes", params.get("manual_axes", ()))
@@ -594,7 +599,11 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
 
 def _barred(eqn: JaxprEqn, operands: Sequence[Known]) -> Iterator[int]:
     """Yields the operands that the lowering of `jax.checkpoint` puts behind an
-    optimization barrier: those of a backward pass, unless the user allows CSE."""
+    optimization barrier.
+
+    These are the operands of a backward pass, unless the user allows CSE
+    (`prevent_cse=False`). Yields nothing for other equations.
+    """
     if eqn.primitive.name not in REMAT or not eqn.params["differentiated"]:
         return
     prevents = eqn.params["prevent_cse"]
@@ -605,8 +614,11 @@ def _barred(eqn: JaxprEqn, operands: Sequence[Known]) -> Iterator[int]:
 
 
 def _precision(eqn: JaxprEqn) -> str:
-    """Returns `Operator.precision`. Of two operands' levels the higher counts, as for
-    the product in XLA."""
+    """Returns the `Operator.precision` of an equation; '' for the default precision.
+
+    If the two operands of a product have different levels, returns the higher level, as
+    XLA does.
+    """
     given = eqn.params.get("precision")
     if given is None:
         return ""

@@ -64,9 +64,9 @@ def fit(
     """Fits positive scalars so that predictions match the measured seconds.
 
     Args:
-        predict: From scalars to seconds per row.
-        measured: Seconds, one per row.
-        start: Values of the data sheet, the mean of the prior.
+        predict: Function from scalars to predicted seconds, one per row.
+        measured: Measured seconds, one per row.
+        start: Values of the data sheet, which are the mean of the prior.
         spread: Prior standard deviation of ln(value / start).
     """
     start = np.asarray(start, float)
@@ -133,9 +133,10 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Returns a ratio of measured times: best of the `top` rows to best of all rows.
+    """Computes the ratio of the best measured time of `top` rows to that of all rows.
 
-    The `top` rows are those that are predicted fastest.
+    The `top` rows are the rows with the shortest predicted times. A ratio of 1 means
+    that the row that was measured fastest is among them.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
     1.1
@@ -177,14 +178,18 @@ computation is assumed, not fitted: shared networks differ more than devices."""
 
 @dataclass(frozen=True, kw_only=True)
 class UnseenRows:
-    """Measured rows of one table, predicted by scalars that were fitted to others."""
+    """Measured rows of one table, predicted by scalars fitted to other rows."""
 
     terms: Mapping[str, np.ndarray]
     """Predicted seconds of `compute` and `collectives`, one per row."""
     measured: np.ndarray
 
     def errors(self) -> np.ndarray:
-        """Returns measured / predicted - 1, relative to the spread of `UNIT_ERRORS`."""
+        """Returns (measured - predicted) / spread of each row.
+
+        The spread is the error in seconds of a prediction whose terms have the relative
+        errors `UNIT_ERRORS`, independently of each other.
+        """
         parts = [self.terms[name] * UNIT_ERRORS[name] for name in UNIT_ERRORS]
         return (self.measured - sum(self.terms.values())) / np.hypot(*parts)
 
@@ -200,9 +205,9 @@ class UnseenRows:
 def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
     """Derives the errors by term whose intervals hold `INTERVAL_SHARE` of some rows.
 
-    As many rows are above the intervals as are below. But an interval always has the
-    prediction in it, also if most rows are on one side. Each table counts the same,
-    whatever its number of rows: errors of one table are alike.
+    As many rows are above the intervals as are below. But an interval always contains
+    the prediction, even if most rows are on one side. Tables have equal weights,
+    regardless of their numbers of rows, because errors within a table are correlated.
 
     Args:
         tables: rows that were not fitted to.
@@ -222,7 +227,15 @@ def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
 
 
 def weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
-    """Returns the least value up to which at least a share of the weight lies.
+    """Computes a weighted quantile.
+
+    Returns the least of `values` such that all values up to it have at least the share
+    `share` of the total weight.
+
+    Args:
+        values: the values.
+        weights: the weight of each value.
+        share: the least share of the total weight, 0 to 1.
 
     >>> weighted_quantile(np.array([3.0, 1.0, 2.0]), np.array([2.0, 1.0, 1.0]), 0.5)
     2.0
@@ -247,7 +260,7 @@ class IntervalCoverage:
 
 
 def coverage(rows: UnseenRows, accuracy: Accuracy) -> IntervalCoverage:
-    """Counts the rows whose measured seconds are in their interval."""
+    """Counts the rows whose measured seconds are in, below or above their interval."""
     low, high = rows.ends_s(accuracy).T
     below, above = rows.measured < low, rows.measured > high
     return IntervalCoverage(
@@ -306,9 +319,9 @@ def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
 def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yields layouts with the tp, pp and dp of `split`.
 
-    Combines these with all microbatch sizes and numbers of virtual stages.
-    Microbatches have at most `LARGEST_MICRO_BATCH` sequences. Interleaving needs a
-    number of microbatches that is a multiple of pp.
+    These are all combinations of a microbatch size and a number of virtual stages.
+    Microbatches have at most `LARGEST_MICRO_BATCH` sequences. More than one virtual
+    stage needs a number of microbatches that is a multiple of pp, and pp above 1.
     """
     of_replica = split.global_batch // split.dp
     for micro_batch in divisors(of_replica):

@@ -34,7 +34,7 @@ class Shape:
     kv_heads: int = 0
     """Heads of keys and values, each for a group of `heads`; 0 is `heads`."""
     experts: int = 1
-    """Feed-forward parts of a layer, of which each token uses `top_k`."""
+    """The number of feed-forward parts of a layer, of which each token uses `top_k`."""
     top_k: int = 1
 
     @property
@@ -49,22 +49,25 @@ class Shape:
 
     @property
     def attention_parameters(self) -> int:
-        """Matrices of the attention of one layer, without biases."""
+        """The number of parameters in the attention matrices of one layer, without
+        biases."""
         return 2 * self.hidden * (self.hidden + self.kv_width)
 
     @property
     def expert_parameters(self) -> int:
-        """Matrices of one feed-forward part of one layer, without biases."""
+        """The number of parameters in the matrices of one feed-forward part of one
+        layer, without biases."""
         return (3 if self.gated else 2) * self.hidden * self.ffn_width
 
     @property
     def router_parameters(self) -> int:
-        """Parameters of one layer that choose experts."""
+        """The number of parameters of a layer that choose experts; 0 for one expert."""
         return self.hidden * self.experts if self.experts > 1 else 0
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one layer: attention, feed-forward, biases and norms.
+        """The number of parameters of one layer: attention, feed-forward parts, biases
+        and norms.
 
         Experts have no biases.
         """
@@ -77,7 +80,7 @@ class Shape:
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the word embedding, which the logits share."""
+        """The number of parameters of the word embedding, which the logits share."""
         return self.vocab * self.hidden
 
     @property
@@ -94,16 +97,16 @@ class Shape:
     def flops(self, sequences: int, recompute: Recompute) -> float:
         """Computes the flops of a step, with recomputation.
 
-        The formula is that of the published tables (`experiments/data/README.md`).
-
-        With full recomputation 96 B s L h^2 (1 + s/6h + V/16Lh), where B is
+        The formula is that of the published tables (`experiments/data/README.md`). With
+        full recomputation it is 96 B s L h^2 (1 + s/6h + V/16Lh), where B is
         `sequences`, s `seq_len`, L `layers`, h `hidden` and V `vocab`. Without
         recomputation 72 replaces 96 and V/12Lh replaces V/16Lh. Selective recomputation
         has 4 B s^2 L h flops more than no recomputation. The recomputation inside flash
         attention is not counted.
 
-        For other widths, heads of keys and values, and experts, the matrices that a
-        token uses replace the 12 h^2 of a layer.
+        The formula assumes 12 h^2 parameters in the matrices of a layer. With another
+        feed-forward width, fewer heads of keys and values, or experts, the parameters
+        of the matrices that a token uses replace 12 h^2.
         """
         tokens = sequences * self.seq_len
         attention = 4 * self.seq_len * self.hidden
@@ -145,8 +148,8 @@ class ParallelLayout:
     """Whether attention scores stay on the chip."""
     dtype: Dtype = "bfloat16"
     gradient_bytes: int = ITEM_BYTES
-    """Bytes of one gradient kept over microbatches: 2 (fp16), 4 (fp32 sums), 6 (both).
-    """
+    """Bytes kept over microbatches for the gradient of one parameter: 2 (fp16), 4 (fp32
+    sums), 6 (both)."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each stage; empty for equal stages."""
     software: SoftwareName = "megatron"
@@ -154,7 +157,8 @@ class ParallelLayout:
 
     @property
     def rules(self) -> Software:
-        """The rules of the software, with the layout's sums and positions."""
+        """The rules of the software, with this layout's `Software.sum_bytes` and
+        `Software.splits_positions`."""
         rules = {"xla": XLA, "megatron": MEGATRON, "eager": EAGER}[self.software]
         parts = self.sequence_parallel and self.tp > 1
         sums = min(self.gradient_bytes, 4) if rules.sum_bytes else 0
@@ -162,12 +166,13 @@ class ParallelLayout:
 
     @property
     def rest_dtype(self) -> Dtype:
-        """Dtype of the matmuls without a layer's weights."""
+        """Dtype of matmuls without a layer's weights, such as attention and logits:
+        bfloat16 if `dtype` is float8, else `dtype`."""
         return "bfloat16" if self.dtype.startswith("float8") else self.dtype
 
     @property
     def gpus(self) -> int:
-        """The number of devices; those of `ep` are among those of `dp`."""
+        """The number of devices. `ep` adds none: it divides the devices of `dp`."""
         return self.tp * self.pp * self.dp * self.cp
 
     @property

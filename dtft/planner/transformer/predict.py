@@ -75,7 +75,7 @@ def elsewhere(fitted: Scales) -> Scales:
     """Returns scalars for other clusters and programs on the same device type.
 
     Keeps the scalars of the device, `matmul` and `memory`. Scalars of links and of
-    kernel launches become 1: their fits hold for one fabric and one program.
+    kernel launches become 1, because their fits hold for one fabric and one program.
     """
     return Scales(matmul=fitted.matmul, memory=fitted.memory)
 
@@ -91,7 +91,12 @@ H100, and other devices those of the A100."""
 
 
 def scales_of(device: str) -> Scales:
-    """Returns the scalars of a device type, in the catalog's spelling.
+    """Returns the scalars of a device type for any cluster and program.
+
+    Devices without fitted scalars have those of the A100.
+
+    Args:
+        device: name of the device type, as in the catalog.
 
     >>> scales_of("h200").matmul > scales_of("a100-40gb").matmul
     True
@@ -102,8 +107,8 @@ def scales_of(device: str) -> Scales:
 def accuracy_of(device: DeviceType) -> Accuracy:
     """Returns the accuracy of predictions for a device type.
 
-    Devices that have no scalars of their own are predicted no better than with the
-    catalog's figures alone.
+    This is `CARRIED_OVER` if scalars were fitted for the device type, and the accuracy
+    of the catalog's figures (`CATALOG`) if not.
     """
     return CARRIED_OVER if device.name in FITTED else CATALOG
 
@@ -114,10 +119,11 @@ def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
 
 
 def space_of(layouts: Sequence[ParallelLayout]) -> Space:
-    """Returns layouts of one program as candidates of the planner.
+    """Converts layouts of one program to candidates of the planner.
 
     `tp` is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`, as in Megatron. The
-    planner's axis `expert` divides examples, too: `dp` is that axis and the data axis.
+    planner's axis `expert` divides examples, too, so `dp` is the product of the axis
+    `expert` and the data axis (`fsdp` with ZeRO, else `replica`).
     """
     like = layouts[0]
     divided = like.zero > 0
@@ -153,7 +159,7 @@ def space_of(layouts: Sequence[ParallelLayout]) -> Space:
 
 
 def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
-    """Computes the base seconds of a step.
+    """Computes the seconds of a step, to be multiplied by scalars (`Scales`).
 
     Args:
         shape: The shape of the model.
@@ -185,12 +191,15 @@ def memory(
 ) -> dict[str, np.ndarray]:
     """Computes the bytes of a device, by term, for layouts of one program.
 
-    Each term is that of the stage with the most bytes of this term.
+    Each term is taken from the pipeline stage with the most bytes of this term.
 
     Args:
         shape: The shape of the model.
-        layouts: The layouts; those with uneven stages come alone.
+        layouts: The layouts, all with the same `stage_layers`.
         pool: The devices.
+
+    Returns:
+        Map from a term, such as `gradients`, to its bytes; one number per layout.
     """
     (uneven,) = {layout.stage_layers for layout in layouts}
     found = search_of(shape, layouts[0], pool).memory_of(space_of(layouts), uneven)
@@ -259,7 +268,8 @@ class RowPrediction:
     capacity_bytes: int
     """Bytes of memory of a device."""
     unlisted: tuple[str, ...] = ()
-    """For each dtype of the row for which the device has no peak, which peak counts."""
+    """A text for each dtype of the row for which the device has no listed peak: which
+    peak is used instead (`DeviceType.unlisted_text`)."""
 
     @property
     def step_s(self) -> float:
@@ -317,8 +327,8 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
             `Cluster.parse` reads, which must be large enough for every row.
 
     Raises:
-        ValueError: the table or a row cannot be read or run, or the cluster is unknown,
-            too small, or of devices that JAX runs nothing on. The error of a row names
+        ValueError: the table or a row cannot be read or run; or the cluster is unknown,
+            too small, or has devices that JAX cannot run on. The error of a row names
             row and column.
     """
     table = Table.parse(text)
@@ -349,12 +359,13 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
 
 def check_dtype(row: Row, device: DeviceType) -> None:
-    """Checks that a device multiplies matrices of 8 bits, if a row's are.
+    """Checks that a device has a peak for float8, if a row's matmuls are in float8.
 
-    Other dtypes are computed in a wider one (`RowPrediction.unlisted`), as programs do.
+    Other dtypes need no peak: programs compute them in a wider dtype, and so does the
+    prediction (`RowPrediction.unlisted`).
 
     Raises:
-        ValueError: the device has no peak for the dtype; the message names the row.
+        ValueError: the device has no peak for float8; the message names the row.
     """
     dtype = row.layout.dtype
     if dtype.startswith("float8") and not device.rate(dtype).listed:

@@ -1,10 +1,10 @@
-"""The JAX program of a row: a GPT-like transformer as the row's software runs it.
+"""The JAX program of a row of a table of training runs (`table.Row`).
 
-Nothing is run: the program is traced from shapes, and the planner prices the trace. A
-kernel of PyTorch is a custom call (`jax.ffi.ffi_call`) that reads and writes whole
-arrays, so it moves the bytes of its operands and results. Biases are added by kernels
-and products that are there anyway. Weights of norms (a ten-thousandth of a model) are
-left out.
+The program is a GPT-like transformer as the row's software runs it. Nothing is run: the
+program is traced from shapes, and the planner prices the trace. A kernel of PyTorch is
+a custom call (`jax.ffi.ffi_call`) that reads and writes whole arrays, so it moves the
+bytes of its operands and results. Adding a bias costs nothing, because other kernels
+and matmuls do it too. Weights of norms (a ten-thousandth of a model) are left out.
 
 Sources: arXiv 2104.04473 (the program and its fused kernels), 2205.05198 (what is kept
 for the backward pass), 2205.14135 (flash attention).
@@ -34,16 +34,19 @@ from dtft.planner.workload import Workload, of_loss
 SUM, MASK = jnp.float32, jnp.int8
 """Dtypes of sums and moments, and of dropout masks."""
 VOCABULARY_MULTIPLE = 64
-"""The vocabulary is padded to a multiple of this and of `tp`."""
+"""The vocabulary is padded to a multiple of this number and of `tp`."""
 Function = Callable[..., Any]
 
 
 def kernel(name: str, *results: tuple[jax.Array, Any]) -> Function:
     """Returns a function that calls a kernel of another compiler.
 
+    The function returns one array, or a tuple if the kernel has several results.
+
     Args:
-        name: name of the kernel.
-        *results: for each result an array of its shape, and its dtype.
+        name: name of the kernel, without the prefix `dtft_`.
+        *results: for each result, an array that has the result's shape, and the
+            result's dtype.
     """
     made = [jax.ShapeDtypeStruct(array.shape, dtype) for array, dtype in results]
     call = jax.ffi.ffi_call(f"dtft_{name}", made)
@@ -61,10 +64,13 @@ def _no_operations(operands: Any, results: Any, params: Any) -> float:
 
 
 def _attention_operations(products: float) -> Function:
-    """Makes the rule of flash attention, which has a number of pairs of products.
+    """Makes the function that counts the operations of flash attention.
 
-    Scores that the mask hides are counted: kernels skip them, and lose about as much
-    time to a lower rate.
+    Scores that the mask hides are counted too: kernels skip these scores, but run at a
+    lower rate, which costs about as much time.
+
+    Args:
+        products: the number of matmuls, in pairs: 1.0 means two matmuls.
     """
 
     def count(operands: Any, results: Any, params: Any) -> float:
@@ -110,12 +116,13 @@ register_kernel("dtft_unpermute", _no_operations, dims="ebpd->btd")
 
 
 def _differentiable(forward: Function, backward: Function) -> Function:
-    """Returns a function with its own gradient.
+    """Returns a function with a gradient of its own (`jax.custom_vjp`).
 
     Args:
-        forward: from the arguments to the result, and what the gradient needs of it.
-        backward: from what was kept, and the gradient of the result, to the gradients
-            of the arguments.
+        forward: function from the arguments to the result and the residuals, which are
+            kept for the backward pass.
+        backward: function from the residuals and the gradient of the result to a tuple
+            of the gradients of the arguments.
     """
 
     @jax.custom_vjp
@@ -130,8 +137,9 @@ def _keeping(name: str, keeps_result: bool = False) -> Function:
     """Returns a function of one array that is one kernel in each pass.
 
     Args:
-        name: name of the kernel; that of the backward pass ends with `_back`.
-        keeps_result: whether the gradient needs the result instead of the argument.
+        name: name of the forward kernel. The backward kernel has this name and `_back`.
+        keeps_result: whether the backward kernel reads the result instead of the
+            argument of the forward kernel.
     """
 
     def forward(x: jax.Array) -> Any:
@@ -145,8 +153,14 @@ def _keeping(name: str, keeps_result: bool = False) -> Function:
 
 
 def _masked(name: str) -> Function:
-    """Returns dropout, or the sum with a dropped-out array, as a kernel that keeps its
-    mask."""
+    """Returns dropout as a function that is one kernel in each pass.
+
+    The forward kernel also writes the mask, which the backward kernel reads.
+
+    Args:
+        name: `dropout`, a function of one array; or `dropout_add`, which adds a second
+            array to the result.
+    """
 
     def forward(y: jax.Array, *rest: jax.Array) -> Any:
         return kernel(name, (y, y.dtype), (y, MASK))(y, *rest)
@@ -159,7 +173,7 @@ def _masked(name: str) -> Function:
 
 
 def _alike(name: str, *operands: jax.Array) -> Any:
-    """Calls a kernel whose result is as its first operand."""
+    """Calls a kernel whose result has the shape and dtype of its first operand."""
     return kernel(name, (operands[0], operands[0].dtype))(*operands)
 
 
@@ -174,9 +188,10 @@ _flash = _differentiable(
 
 
 def _recomputed(fn: Function) -> Function:
-    """Recomputes all of a function in the backward pass, as PyTorch does.
+    """Returns a function that is recomputed as a whole in the backward pass.
 
-    `jax.checkpoint` leaves out what the gradients do not need.
+    PyTorch recomputes in this way. `jax.checkpoint` would not recompute results that
+    the gradients do not need.
     """
 
     def backward(args: Any, dy: Any) -> Any:
@@ -205,12 +220,16 @@ def _loss_backward(kept: Any, dloss: jax.Array) -> Any:
 
 
 def linear(spec: str, bias_dims: int, narrow: Any) -> Function:
-    """Returns a product with a bias, of which only the gradient takes time.
+    """Returns a function of an input, a weight and a bias: a matmul with a bias.
+
+    The forward pass does not add the bias, because this takes no time of its own. The
+    backward pass computes the gradient of the bias.
 
     Args:
-        spec: as for `jnp.einsum`.
-        bias_dims: the number of last dims of the result that the bias has.
-        narrow: the dtype of the products' operands.
+        spec: spec of the matmul, as for `jnp.einsum`.
+        bias_dims: the number of dims of the bias, which are the last dims of the
+            result.
+        narrow: the dtype of the matmuls' operands.
     """
     left, rest = spec.split(",")
     right, made = rest.split("->")
@@ -254,9 +273,10 @@ _multiply = _differentiable(
 
 
 def _experts(shape: Shape) -> tuple[Function, Function]:
-    """Returns the functions that bring tokens to their experts, and back.
+    """Returns two functions: from tokens to the inputs of experts, and from the outputs
+    of experts and their shares to tokens.
 
-    Each expert gets as many tokens of a sequence as each other.
+    Each expert gets the same number of tokens of each sequence.
     """
     places = shape.seq_len * shape.top_k // shape.experts
 
@@ -285,25 +305,29 @@ def _experts(shape: Shape) -> tuple[Function, Function]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKernels:
-    """The parts of a transformer's program that software runs in its own way."""
+    """The parts of a transformer's program that differ between kinds of software."""
 
     norm: Function
     gelu: Function
     multiply: Function
-    """From a gate and a part to their product."""
+    """Function from a gate and another array to their elementwise product."""
     add: Function
-    """From a layer's part and the residual to their sum."""
+    """Function from the output of attention or feed-forward and the residual to their
+    sum."""
     drop: Function
     """Dropout of the embedding."""
     softmax: Function
-    """From scores to shares, with dropout."""
+    """Function from attention scores to probabilities, with dropout if the software has
+    dropout."""
     contiguous: Function
-    """Copies the mixed values of heads next to each other."""
+    """Function that copies the attention output of all heads into one contiguous array.
+    """
     flash: Function
     grouped_flash: Function
-    """From queries `[B, T, K, G, H]`, keys and values `[B, S, K, H]`."""
+    """Flash attention of queries `[B, T, K, G, H]`, and keys and values `[B, S, K, H]`.
+    """
     exchange: Function
-    """Brings the keys or values of all positions to a device."""
+    """Function that brings the keys or values of all positions to each device."""
     recompute: Function
     loss: Function
 
@@ -330,7 +354,7 @@ _EAGER = LayerKernels(
     recompute=_recomputed,
     loss=_differentiable(_loss_forward, _loss_backward),
 )
-"""PyTorch's own kernels. Without dropout, as most models since 2022."""
+"""PyTorch's own kernels, without dropout, like most models since 2022."""
 _drop, _softmax = _masked("dropout"), _EAGER.softmax
 _MEGATRON = LayerKernels(
     **{
@@ -394,7 +418,8 @@ KERNELS: Mapping[SoftwareName, LayerKernels] = {
 
 
 def _attention_of(shape: Shape, layout: ParallelLayout) -> Function:
-    """Returns attention, from the products of a layer to the mixed values of heads."""
+    """Returns the attention function: from queries, keys and values to the weighted
+    sums of values of each head."""
     run = KERNELS[layout.software]
     is_grouped = shape.kv_heads not in (0, shape.heads)
 
@@ -418,7 +443,8 @@ def _attention_of(shape: Shape, layout: ParallelLayout) -> Function:
 
 
 def loss_of(shape: Shape, layout: ParallelLayout) -> Function:
-    """Returns the loss of a row's program: layers are scanned."""
+    """Returns the function `loss(params, batch)` of a row's program, which scans over
+    the layers."""
     run = KERNELS[layout.software]
     attend = _attention_of(shape, layout)
     specs = {
@@ -478,7 +504,7 @@ def loss_of(shape: Shape, layout: ParallelLayout) -> Function:
 
 
 def parameters_of(shape: Shape, layout: ParallelLayout) -> Any:
-    """Returns the shapes of a row's parameters."""
+    """Returns the parameters of a row's program as a tree of ShapeDtypeStructs."""
     hidden, heads, wide = shape.hidden, shape.heads, shape.ffn_width
     width = hidden // heads
     multiple = math.lcm(VOCABULARY_MULTIPLE, layout.tp)
@@ -518,13 +544,13 @@ def parameters_of(shape: Shape, layout: ParallelLayout) -> Any:
 
 
 def batch_of(shape: Shape, layout: ParallelLayout) -> Any:
-    """Returns the shapes of a row's batch."""
+    """Returns the batch of a row's program, tokens and labels, as ShapeDtypeStructs."""
     tokens = jax.ShapeDtypeStruct((layout.global_batch, shape.seq_len), jnp.int32)
     return {"tokens": tokens, "labels": tokens}
 
 
 def mixed_adam() -> optax.GradientTransformation:
-    """Adam with a float32 copy of the parameters, and two float32 moments."""
+    """Returns Adam with a float32 copy of the parameters, and two float32 moments."""
 
     def init(params: Any) -> Any:
         wide = jax.tree.map(lambda x: jnp.zeros(x.shape, SUM), params)
@@ -558,7 +584,7 @@ def _traced(shape: Shape, layout: ParallelLayout) -> Workload:
 
 
 def workload_of(shape: Shape, layout: ParallelLayout) -> Workload:
-    """Traces the step of a row, or returns the trace of a row with the same program."""
+    """Traces the step of a row; rows with the same program share one trace."""
     program = {
         name: getattr(layout, name)
         for name in (

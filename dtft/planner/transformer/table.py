@@ -38,8 +38,8 @@ OPTIONAL = (
 SwiGLU of three matrices) it is no."""
 
 NAMES = ("model", "params_b", "tflops_per_gpu", "pct_peak", "agg_pflops", "note")
-"""Columns that a table may have and that change no prediction. So are those whose names
-begin with `measured_` or `predicted_`."""
+"""Columns that a table may have and that change no prediction. Columns whose names
+begin with `measured_` or `predicted_` are allowed too, and change no prediction."""
 
 DTYPES: Mapping[str, Dtype] = {
     "float16": "float16", "fp16": "float16", "bfloat16": "bfloat16",
@@ -230,7 +230,9 @@ def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
     """Checks that a layout divides the model and the batch, and has `gpus` devices.
 
     Raises:
-        ValueError: the layout does not; the message names row and column.
+        ValueError: a size is not divisible, the number of devices is wrong, `top_k`
+            exceeds the number of experts, or virtual stages have no pipeline or too few
+            layers. The message names row and column.
     """
     tp, pp, dp, parts = layout.tp, layout.pp, layout.dp, layout.virtual_stages
     axes = ("tp", "pp", "dp", *(("cp",) if layout.cp > 1 else ()))
