@@ -277,12 +277,12 @@ class Storing:
             follows = f"Step {later} did, after it."
         elif self._closing:
             follows = (
-                "Steps stored before are as they were. The manager is closed, so it is "
+                "Steps stored before are unchanged. The manager is closed, so it is "
                 "not tried again."
             )
         else:
             follows = (
-                "Steps stored before are as they were; the next one that is due is "
+                "Steps stored before are unchanged; the next step that is due is "
                 "tried again."
             )
         return (

@@ -380,9 +380,8 @@ class FaultInjector(threading.Thread):
         if any(host not in self._cluster.agents for host in victims):
             return False
         if fault.kind == "drain":
-            for host in victims:
-                ask = functools.partial(drain, host=host, limit_s=REQUEST_S)
-                self._request(fault, ask, host)
+            ask = functools.partial(_drain_each, hosts=victims)
+            self._request(fault, ask, *victims)
             return True
         if fault.kind == "kill-spare" and not victims:
             return False
@@ -570,12 +569,13 @@ class FaultInjector(threading.Thread):
         """Records a `scale` or a `drain`, and starts a thread that requests it.
 
         Does not wait for the reply, so further faults may happen before. After a
-        `drain`, the thread has a new host started, if killed hosts are started again.
+        `drain`, the thread has as many new hosts started, if killed hosts are started
+        again.
 
         Args:
             fault: the fault.
             change: sends the request to the job; returns the reply.
-            hosts: the drained host; none for `scale`.
+            hosts: the hosts to drain; none for `scale`.
         """
         strike = InjectedFault(fault=fault, hosts=hosts, at=time.time())
         strike.finished, strike.committed = (
@@ -597,7 +597,8 @@ class FaultInjector(threading.Thread):
             )
             strike.reply = change(observer)
             if strike.fault.kind == "drain" and self._rejoin_s is not None:
-                self._start_later(functools.partial(self._cluster.start_host))
+                for _ in strike.hosts:
+                    self._start_later(functools.partial(self._cluster.start_host))
         except Exception as error:
             strike.reply = {"error": str(error)}
             if all(fault.kind in _REQUESTS for fault in self._faults):
@@ -632,6 +633,12 @@ class FaultInjector(threading.Thread):
     def _restart_empty(self) -> None:
         self._cluster.etcd.stop()  # removes its data
         self._cluster.etcd.start()
+
+
+def _drain_each(observer: Observer, hosts: Sequence[str]) -> dict[str, Any]:
+    """Drains hosts one after the other; returns the reply for the last one."""
+    replies = [drain(observer, host, REQUEST_S) for host in hosts]
+    return replies[-1]
 
 
 def rate(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -212,6 +213,46 @@ def test_of_two_equal_faults_the_second_is_pending_after_the_first(
     for left in (2, 1, 0):
         assert injector.not_over == ["kill-trainer:1@40"] * left
         injector.injected.append(InjectedFault(fault=faults[-1], hosts=("a",)))
+
+
+def test_a_drain_of_two_hosts_is_one_fault_and_ends_with_its_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def drained(observer: object, host: str, limit_s: float) -> dict[str, Any]:
+        asked.append(host)
+        return {"host": host}
+
+    monkeypatch.setattr(injector_module, "drain", drained)
+    store = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(injector_module, "EtcdStore", lambda address: store)
+    monkeypatch.setattr(injector_module, "Observer", lambda *given: None)
+    (tmp_path / "events.jsonl").write_text(
+        '{"event": "assignment", "slots": ["a", "b"]}\n'
+    )
+    cluster = SimpleNamespace(
+        agents={"a": None, "b": None},
+        memory_directory=lambda host: tmp_path,
+        options=SimpleNamespace(run_directory=tmp_path, job="j"),
+        store_address="localhost:1",
+        secret=b"",
+    )
+    fault = parse_fault("drain:0+1@0", 2)
+    injector = FaultInjector(
+        cast(LocalCluster, cluster), [fault], seed=0, rejoin_s=None
+    )
+    injector._look()
+    assert injector._try(fault, []) and injector.not_over == []
+    end = time.monotonic() + 20
+    while not injector.done:
+        assert time.monotonic() < end
+    (strike,) = injector.injected
+    assert (asked, strike.hosts, strike.reply) == (
+        ["a", "b"],
+        ("a", "b"),
+        {"host": "b"},
+    )
 
 
 def of_one_host(folder: Path, text: str, **cluster: Any) -> tuple[FaultInjector, Fault]:
