@@ -90,7 +90,10 @@ class BalanceConfig:
         return (step - 1) % self.every >= self.every - self.probes
 
     def ends_round(self, step: int) -> bool:
-        """Whether step `step`, counted from 1, is the last of a round."""
+        """Whether step `step`, counted from 1, ends a round of `every` steps.
+
+        The shares of the batch may change only after such a step.
+        """
         return step % self.every == 0
 
 

@@ -65,7 +65,8 @@ class DataConfig:
 
     @property
     def tokens_per_example(self) -> int:
-        """Number of tokens per row; 0 if the throughput is shown in rows per second."""
+        """Number of tokens per row; 0 for data that is not tokens, whose throughput is
+        shown in rows per second."""
         return 0
 
     def count_classes(self) -> int:

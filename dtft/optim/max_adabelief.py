@@ -134,8 +134,9 @@ def max_adabelief(
     and steps grow by orders of magnitude. Max-AdaBelief divides each step by the
     largest distance so far.
 
-    With :math:`g_t` the gradient, :math:`\alpha_t` the learning rate and
-    :math:`\lambda` the weight decay, from :math:`m_0 = s_0 = s^{\max}_0 = 0`:
+    With :math:`g_t` the gradient, :math:`\theta_t` the parameter, :math:`\alpha_t` the
+    learning rate, :math:`\lambda` the weight decay, :math:`\varepsilon` `eps` and
+    :math:`\bar{\varepsilon}` `eps_root`, from :math:`m_0 = s_0 = s^{\max}_0 = 0`:
 
     .. math::
 
@@ -161,8 +162,8 @@ def max_adabelief(
             gives a step of 3e6 times the learning rate.
         b2: Decay rate of the second moment, 0 <= b2 < 1. A traced number is not
             checked: with 1 updates are 0 (if `bias_correct_max`). Above 1 a gradient of
-            1 leaves `nu_max` at 0, so `eps` alone divides, and the step is 1e16 times
-            the learning rate.
+            1 leaves the maximum at 0, so `eps` alone divides, and the step is 1e16
+            times the learning rate.
         eps: Term added to the denominator outside of the square root. If `eps` and
             `eps_root` are both 0, a gradient that has always been 0 gives 0/0, as in
             optax.

@@ -1,21 +1,25 @@
 """The planner: chooses a mesh and shardings of a training step on a cluster.
 
-The planner never runs a model. `ir` traces the step, and `workload` gives the step's
-arrays roles. A candidate is a mesh on the devices (`cluster`), with shardings and
-knobs. For each candidate the step is partitioned (`spmd`), and its time and memory are
-predicted (`cost`, `memory`). `search` ranks the candidates and writes the best as a
-`plan`, which `report` explains and `aot` compares with XLA's compiled program.
-`transformer` predicts the step times of the transformer training runs in a table.
-Importing this package is light: names load on first use.
+The planner never runs a model. `ir` traces the step, and `workload` finds which arrays
+are parameters, optimizer state and batch. A candidate is a mesh on the devices
+(`cluster`), with shardings and a value for each further setting, called a knob, such as
+microbatches, ZeRO level, remat and offload. For each candidate the step is partitioned
+(`spmd`), and its time and memory are predicted (`cost`, `memory`). `search` ranks the
+candidates and writes the best as a `plan`, which `report` explains and `aot` compares
+with XLA's compiled program. `transformer` predicts step time and memory for transformer
+training runs, one per row of a CSV file (`dtft plan predict`). Importing this package
+is light: names load on first use.
 
 * `Cluster`: the devices and links to plan for, from `Cluster.parse("64x8xH100")`, a
-  file, or JAX's devices. A cluster consists of `Pool`, `Level`, `Link`, `Curve` and
-  `DeviceType` (`Efficiency`).
+  file, or JAX's devices. Its parts are `Pool` (devices of one type), `Level` (one stage
+  of a pool's fabric), `Link`, `Curve` (seconds of a transfer by its size) and
+  `DeviceType` with its `Efficiency`.
 * `Plan`: the values of a plan, with `Knobs`, `Prediction`, `Collective`, `Alternative`
   and `AxisUse`. `dtft.Plan` adds methods to run and query the plan.
 * `Calibration`: the measurements of `dtft calibrate`.
 * `Lint`: a finding of `plan.lints()`, such as a batch size that leaves devices idle.
-* `CAPABILITIES`: the knobs that each entry point and backend can run.
+* `CAPABILITIES`: the knobs that a plan may use, by what is planned (a step or a loss)
+  and by backend.
 * `trace`: traces a function of arrays into a program, for `place`.
 * `register_kernel`: tells the planner how many operations a custom kernel has.
 * From `dtft.placement` (operators on nodes of different kinds): `place`, `Placement`,

@@ -1,7 +1,7 @@
 """Versioned JSON of dataclasses: writes text, and reads text with typed fields.
 
-Reading checks each field by its type. Errors name the place in the file of a duplicate
-key, an unknown field or a value of another type.
+Reading checks each field by its type. An error names the field by its path, such as
+`knobs.zero`; for a duplicate key, the key and its object's keys.
 """
 
 import functools

@@ -344,12 +344,21 @@ def _read(
     gained: list[int],
     deadline: float,
 ) -> None:
-    """Reads ranges from a peer's memory with NIXL until `work` has no more.
+    """Reads slices from memory that a peer lends through NIXL (RDMA), range by range.
 
-    `offer` is what the peer's `Nixl.lend` yielded. After each read the peer answers an
-    empty request, which shows that it still lends the memory. Adds the size of each
-    range to `gained[0]`, wrong chunks included. `flying` has the range that is being
-    read.
+    Returns when `work` has no more ranges. After each read this host sends an empty
+    request; the peer's answer shows that the peer still lends the memory. Then the
+    range is verified, and chunks (the parts with a digest each) that do not match their
+    digests return to `work`.
+
+    Args:
+        channel: connection to the peer.
+        work: the ranges to fetch.
+        offer: what the peer's `Nixl.lend` yielded.
+        flying: the range being read is appended, and removed to be verified.
+        gained: the size of each range read is added to `gained[0]`, also if chunks of
+            the range do not match.
+        deadline: monotonic time in seconds by which the fetch must end.
     """
     assert work.nixl is not None
     own = [view for one in work.wanted for view in one.memory.views]

@@ -44,8 +44,10 @@ class Interruption:
 
     @property
     def gone(self) -> bool:
-        """Whether all processes that the fault stopped have ended; False for a fault
-        that stops no process."""
+        """Whether every process that the fault suspended (SIGSTOP) has died.
+
+        False for a fault that suspends no process, such as a network cut.
+        """
         return bool(self.pids) and not any(map(process_alive, self.pids))
 
 

@@ -519,8 +519,11 @@ class Trainers:
             return 0
 
     def end_leaving(self, number: int) -> None:
-        """Kills the trainer that has not carried out the order `leave` of this number
-        yet; a "left_slot" event follows."""
+        """Kills the trainer that was ordered to give up its slot and still has it.
+
+        `number` identifies the order (`leave`). A "left_slot" event follows. Does
+        nothing if the trainer has given up its slot or has ended.
+        """
         with self._lock:
             if self._leaving is not None and self._leaving[1] == number:
                 self._dismiss(self._leaving[0], "")

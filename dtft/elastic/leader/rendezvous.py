@@ -368,7 +368,11 @@ class Rendezvous:
         there = self._registry.connected | self.slot_of.keys()
         world = admitted(self.world, host, there)
         if world is None:
-            self._journal.say_once("place", f"the world has no free place for {host}")
+            self._journal.say_once(
+                "place",
+                f"{host} cannot join the JAX processes before it has a slot: all "
+                f"{self.world.size - 1} process indices are taken",
+            )
             return
         self.world = world
         seat = world.seat(host)

@@ -223,7 +223,7 @@ def swapped(
         if host not in indices:
             index = next(free, None)
             if index is None:
-                return f"the world has no free place for {host}"
+                return f"all process indices of JAX are taken, and {host} has none"
             indices[host] = index
     return replace(world, indices=indices, turn=world.turn + 1, because="")
 

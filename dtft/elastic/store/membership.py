@@ -200,7 +200,11 @@ class Membership:
         )
 
     def _number(self) -> None:
-        """Increments the number in this host's incarnation."""
+        """Gives this host's record its next incarnation, "PROCESS.NUMBER".
+
+        PROCESS names the agent process; NUMBER counts its registrations in the store,
+        from 1.
+        """
         self._registrations += 1
         process = process_of(self.record.incarnation)
         self.record = dataclasses.replace(

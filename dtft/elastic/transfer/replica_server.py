@@ -196,11 +196,12 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
 
 
 def serve_digests(channel: Channel, inbox: Inbox) -> None:
-    """Sends a prefetching peer the newest digests of this slot's own slices.
+    """Sends a spare that prefetches the digests of the slices of this host's slot.
 
-    If the newest step has no copy of a slice, the digests of the newest step with a
-    copy are sent. Sends an error instead if this host has no copies, or if the epoch in
-    the request is not this host's.
+    The answer has the newest step with a copy on this host (-1 if there is none), and
+    for each slice the digests of its newest copy. Slices without a copy are left out.
+    Sends an error instead if this host has no memory for a slot, or if the request's
+    epoch, (generation, attempt), is not this host's.
 
     Raises:
         WireError: the peer's request is invalid.

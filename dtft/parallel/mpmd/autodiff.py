@@ -637,11 +637,19 @@ class _Differentiation:
         return Key("partial", number, later[0], EACH) if later else None
 
     def _later(self, index: int, number: int, node: int) -> Key:
-        """Returns the key under which a backward call of a node writes its result.
+        """Returns the key of the gradient that a segment's backward call writes.
 
-        The result is a sum of gradients of one value. The key is a `sum` if the value
-        is a parameter. For other values it is a `cotangent` in the node's last backward
-        call for the value, and a `partial` in earlier calls.
+        Args:
+            index: number of the segment.
+            number: number of a value that the segment reads; the gradient is this
+                value's.
+            node: node of the segment.
+
+        Returns:
+            For a parameter, a key of kind `sum`: the node's sum over microbatches. For
+            another value, a key of kind `cotangent` if this is the node's last backward
+            call for the value, else of kind `partial`, to which the node's next such
+            call adds.
         """
         if number in self._params:
             return Key("sum", number, node)

@@ -42,14 +42,20 @@ def updating(
     keys: Sequence[Key],
     homes: Sequence[int],
 ) -> Updating:
-    """Makes the calls for one update.
+    """Makes the calls (`NodeCall`: a program on one node) that compute one update.
+
+    An update changes parameters and optimizer state. The optimizer is traced, not run.
 
     Args:
         optimizer: any optax transformation whose update takes only gradients, state and
             parameters.
-        params: tree of ShapeDtypeStructs.
-        keys: the key of each parameter's gradient.
-        homes: the node of each parameter.
+        params: the parameters, as a tree of ShapeDtypeStructs.
+        keys: for each leaf of `params`, the key under which its gradient is stored.
+        homes: for each leaf of `params`, the node that has the parameter and its
+            gradient.
+
+    Returns:
+        The calls, and the keys and nodes of their inputs and results.
     """
     with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
         state = jax.eval_shape(optimizer.init, params)

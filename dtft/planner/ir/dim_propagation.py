@@ -389,10 +389,12 @@ def _named(case: Case, named: KernelDims) -> Linked:
 
 
 def _alike(case: Case) -> Linked:
-    """Derives the dims of results as for an elementwise operator.
+    """Links each dim of a result with the operands' dims at the same position.
 
-    Dims of size 1 are broadcast. This is the default for unknown primitives. Operands
-    whose shape fits no result must not be divided.
+    This is the rule of elementwise operators, and the default for unknown primitives.
+    An operand takes part if its shape is the result's, except for dims of size 1, which
+    are broadcast and not linked. Operands that fit no result must not be divided over
+    devices (`Linked.whole`).
     """
     outputs: list[Numbers] = []
     fitting: set[int] = set()

@@ -99,11 +99,11 @@ def choices_of(
 
 
 def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> None:
-    """Checks that a pinned offload can be done.
+    """Checks that optimizer state can be kept in host memory if the user asks for it.
 
     Raises:
-        ValueError: offload is pinned to True, and the entry point cannot offload or the
-            pool has no link to the host.
+        ValueError: `pins` has offload=True, but `can` excludes offload, or the pool has
+            no `host_link` (link from a device to its host's memory).
     """
     if pins.get("offload") and (not can.offload or pool.host_link is None):
         lacks = "this entry point cannot" if not can.offload else "no link to the host"

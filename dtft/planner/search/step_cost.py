@@ -126,12 +126,13 @@ class StepCost:
     def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
         """Computes the seconds of a step by term (`STEP_TERMS`), for each candidate.
 
-        The terms of forward and backward pass are for all microbatches on the average
-        stage. `bubble` has the seconds that the step takes longer because the pipeline
-        fills and drains, and because some stages are slower (`cost.pipeline_s`).
+        The base seconds are multiplied by `scales`. The terms of forward and backward
+        pass are for all microbatches on the average stage. `bubble` is the additional
+        time of the pipeline: to fill and drain it, and to wait for slower stages
+        (`cost.pipeline_s`).
 
         Args:
-            scales: the scalars, in the order of `Scales.names`.
+            scales: factors on the base seconds, in the order of `Scales.names`.
 
         Returns:
             Map from term to seconds; float [candidates] each.

@@ -305,7 +305,11 @@ def _experts(shape: Shape) -> tuple[Function, Function]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKernels:
-    """The parts of a transformer's program that differ between kinds of software."""
+    """Functions for the operations that differ between XLA, Megatron and eager PyTorch.
+
+    `loss_of` builds a transformer's program from them. `KERNELS` has one value of this
+    class for each software.
+    """
 
     norm: Function
     gelu: Function
