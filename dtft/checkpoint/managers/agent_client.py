@@ -28,8 +28,8 @@ from dtft.checkpoint.state import Layout, pack_flags
 from dtft.checkpoint.storage import StorageTier, storage_steps
 
 ITEM = "interval"
-"""Name of the item that holds the interval of a commit: the number of steps to the next
-commit. Only commits of a job with an automatic interval have this item."""
+"""Name of the JSON item in which a step records its snapshot interval: the number of
+steps to the next snapshot. Only jobs with an automatic interval save this item."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,10 @@ class SaveArgs:
     """Maps leaf path to a ready global array, or to a numpy array that every process
     has whole."""
     items: Mapping[str, Any] = field(default_factory=dict)
-    """The items of the step as JSON values: data position and so on."""
+    """JSON values saved beside the arrays, such as the data position, by name."""
     window: Window | None = None
     """Times measured since the last snapshot, from which the leader chooses an
-    automatic interval; None without measurements."""
+    automatic snapshot interval; None without measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,9 @@ class AgentCheckpointManager:
     """A trainer's checkpoint manager: steps in the memory of several hosts.
 
     The trainer copies a step into this host's arena (memory shared with the agent), and
-    the agent replicates the step. A step is safe once every host has copied its slices,
-    and all copies on other hosts are verified; the leader then releases the step.
+    the agent replicates the step. A step is safe once every host has copied its slices
+    (pieces of the state's arrays), and all copies on other hosts are verified. The
+    leader then reports the step as safe.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class AgentCheckpointManager:
         Args:
             dialogue: the exchange of messages with the agent.
             slot: the slot (position in the job) of this process.
-            chunk_bytes: bytes under one digest.
+            chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
             storage_directory: the directory of the storage tier.
             cadence: the steps after which `should_save` is True; by default all steps.
-            automatic: whether the leader changes the interval. If so, each commit holds
-                its interval.
+            automatic: whether the leader adapts the snapshot interval. If so, each step
+                is saved with the interval that follows it.
             last: the last step of the run, which the caller always saves. If `last` is
-                given, each save also requests buffers for the next step to save; they
-                come with the message that the saved step is safe.
+                given, each save also requests memory for the next step to save; the
+                agent assigns it in the message that the saved step is safe.
         """
         self._dialogue = dialogue
         self._slot, self._chunk_bytes = slot, chunk_bytes
@@ -100,8 +101,8 @@ class AgentCheckpointManager:
         self._schedule = SnapshotSchedule.of(cadence or Cadence.every(1))
         self._automatic = automatic
         self.released_at = 0.0
-        """Time at which the last release of a step arrived, in seconds by
-        `time.monotonic()`; 0 before the first."""
+        """When the agent last reported a newer step as safe, in seconds by
+        `time.monotonic()`; 0 before its first report."""
         self._arena: Arena | None = None
         self._mapping: threading.Thread | None = None
         self.bytes_from_storage = 0
@@ -109,9 +110,10 @@ class AgentCheckpointManager:
         """Seconds for which each `save` blocked the training thread."""
 
     def announce(self, layout: Layout) -> None:
-        """Sends the layout to the agent, and maps the arena that the agent names.
+        """Sends the state's layout (mesh and leaves) to the agent, and maps the arena.
 
-        The agent answers with its restore order: the step to restore, and its source
+        The arena is memory that the agent shares with this process. The agent answers
+        with the arena's path and its restore order: the step to restore, and its source
         (memory, storage, or the initial state instead of a step).
 
         Raises:
@@ -134,7 +136,8 @@ class AgentCheckpointManager:
     def take(self, message: dict[str, Any]) -> None:
         """Handles one message of the agent.
 
-        The caller must hold the dialogue's `condition`.
+        `message["op"]` names the kind of message; a message of an unknown kind is
+        ignored. The caller must hold the dialogue's `condition`.
         """
         op = message["op"]
         if op == "restore":
@@ -154,7 +157,7 @@ class AgentCheckpointManager:
                 self._room = room
 
     def _following(self) -> int | None:
-        """Returns the next step to save, for which buffers can be requested now.
+        """Returns the step to save next, so that its memory can be requested early.
 
         Returns None if the last step of the run is unknown or was saved.
         """
@@ -200,17 +203,18 @@ class AgentCheckpointManager:
             return self._schedule.interval(after=self._saved)
 
     def save(self, step: int, *, args: SaveArgs) -> bool:
-        """Copies a step into this host's arena; agents replicate and commit it.
+        """Copies a step into memory shared with the agent; agents replicate it.
 
-        A chunk that changed neither in the last save nor since then is not written. The
-        arrays may be donated when this method has returned.
+        A chunk (a part of an array's bytes) that changed neither in the last save nor
+        since then is not written. The arrays may be donated when this method has
+        returned.
 
         Returns:
             Always True.
 
         Raises:
             ValueError: a slice of the layout is not on this host's devices.
-            TimeoutError: the agent has named no buffers in time.
+            TimeoutError: the agent did not assign memory for the step in time.
             AgentGone: the agent has ended, or has detached this process.
         """
         begun = time.monotonic()
@@ -321,9 +325,10 @@ class AgentCheckpointManager:
         )
 
     def wait_until_mapped(self) -> None:
-        """Waits until a thread has mapped all pages of the arena into this process.
+        """Waits until all memory shared with the agent is mapped into this process.
 
-        An earlier save is slower, because it maps the pages that it writes.
+        A background thread maps it page by page. A save before that is slower, because
+        it maps the pages that it writes.
 
         Raises:
             TimeoutError: the pages were not mapped in time.
@@ -335,7 +340,7 @@ class AgentCheckpointManager:
                 raise TimeoutError(f"{limit_s:.0f} s mapping the arena; it goes on")
 
     def close(self) -> None:
-        """Unmaps the arena in this process; the agent keeps its bytes."""
+        """Unmaps the memory shared with the agent, which keeps the saved steps."""
         if self._arena is not None:
             self._arena.close()
 
@@ -349,7 +354,7 @@ class AgentCheckpointManager:
 
 LEAVE_S = 5.0
 NONE = -1
-"""Number for no step. It is not 0, because a user's job may save a step 0."""
+"""Stands for "no step". It is not 0, because a user's job may save a step 0."""
 
 
 class NotHeld(LookupError):
@@ -372,6 +377,12 @@ class AttachedMemory(AgentCheckpointManager):
         self, attached: Attached, *, slot: int, chunk_bytes: int, directory: Path
     ) -> None:
         """Waits until every process of the job has attached.
+
+        Args:
+            attached: the link to the agent that has accepted this process.
+            slot: the index of this process, which is also its slot.
+            chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
+            directory: the directory of the storage tier.
 
         Raises:
             TimeoutError: some processes did not attach in time. The message names these
@@ -421,7 +432,8 @@ class AttachedMemory(AgentCheckpointManager):
     def take(self, message: dict[str, Any]) -> None:
         """Handles one message of the agent.
 
-        The caller must hold the dialogue's `condition`.
+        `message["op"]` names the kind of message; a message of an unknown kind is
+        ignored. The caller must hold the dialogue's `condition`.
         """
         op = message["op"]
         if op == "formed":
@@ -442,11 +454,11 @@ class AttachedMemory(AgentCheckpointManager):
             super().take(message)
 
     def announce(self, layout: Layout) -> None:
-        """Sends the layout to the agent; see `AgentCheckpointManager.announce`.
+        """Sends the state's layout (mesh and leaves), as in the superclass.
 
-        If the agent orders a start from the initial state, no step counts as saved or
-        committed. The agent also orders such a start if the step in memory has another
-        layout.
+        If the agent then orders a start from the initial state, no step counts as saved
+        or committed. The agent also orders such a start if the step in memory has
+        another layout.
         """
         super().announce(layout)
         assert self._order is not None
@@ -490,8 +502,10 @@ class AttachedMemory(AgentCheckpointManager):
         """Asks the agent where a committed step is in its memory.
 
         Returns:
-            Fields of the agent's answer: `arena` (path), `buffers`, `digests`, `layout`
-            and `items` of the step.
+            A dict with `arena`, the path of the shared memory; `buffers`, the number of
+            each chunk's buffer there, one byte per chunk; `digests` of each slice;
+            `layout` (mesh and leaves) as JSON; and `items`, the JSON values of the
+            step.
 
         Raises:
             NotHeld: this host's agent does not hold the step.
@@ -532,12 +546,12 @@ class AttachedMemory(AgentCheckpointManager):
     ) -> dict[str, Any]:
         """Reads a step in memory onto another layout than the step was saved with.
 
-        The agents fetch the slices that this process needs into a temporary arena,
-        which is freed after the read.
+        The agents fetch the slices that this process needs into temporary shared
+        memory, which is freed after the read.
 
         Args:
             step: the step, which must be the newest commit.
-            layout: the requested layout; the same on every process.
+            layout: the requested mesh and leaves; the same on every process.
             abstract: leaf path to shape, dtype and sharding.
 
         Returns:
@@ -546,7 +560,7 @@ class AttachedMemory(AgentCheckpointManager):
         Raises:
             NotBrought: the agents could not provide the slices, for instance because
                 a host was lost, memory is short, or a copy is corrupt.
-            CorruptCopy: a slice was corrupt when it was read from the arena.
+            CorruptCopy: a fetched slice was corrupt when it was read.
             TimeoutError: the agent did not answer in time.
             AgentGone: the agent has ended, or has detached this process.
         """
@@ -609,10 +623,10 @@ class AttachedMemory(AgentCheckpointManager):
         return self._flushed.pop(token)
 
     def ask_storage(self, step: int, *, store: bool) -> int:
-        """Sends the request of `flush` without waiting.
+        """Sends the request of `flush` without waiting for the answer.
 
         Returns:
-            The number that identifies the agent's answer.
+            A number that the agent's answer repeats.
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.

@@ -132,7 +132,7 @@ def _trusted() -> tuple[int, int]:
 _LENGTH = struct.Struct("<I")
 _LARGEST = 256 << 20
 _READ_BYTES = 64 << 10
-"""Bytes that one receive asks for at least: usually whole messages."""
+"""Least number of bytes requested from the socket at once: usually whole messages."""
 
 
 @contextlib.contextmanager
@@ -176,8 +176,8 @@ def serve_links(
     Args:
         listener: from `listen_for_links`.
         hear: called with each new link, on a new thread for each.
-        send_s: limit of a send in seconds, after which the send to a peer that does not
-            read fails; 0 for no limit.
+        send_s: seconds after which a send fails if the other end does not read; 0 for
+            no limit.
     """
     limit = struct.pack("ll", send_s, 0)
 
@@ -217,7 +217,9 @@ def serve_links(
 
 
 def packed(op: str, fields: Mapping[str, Any]) -> bytes:
-    """Encodes a message as msgpack after a 4-byte length.
+    """Encodes a message: a 4-byte length, then a msgpack map.
+
+    The map has `fields`, and under "op" the kind of message, `op`.
 
     Raises:
         TypeError, ValueError, OverflowError: msgpack cannot encode a value.
@@ -270,7 +272,7 @@ class AgentLink:
         return cls(connection)
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends one message.
+        """Sends one message of the kind `op`, with `fields`.
 
         Raises:
             LinkClosed: either end is closed, or the send takes longer than the limit
@@ -405,9 +407,13 @@ class Outbox:
         self._thread.start()
 
     def send(self, op: str, **fields: Any) -> None:
-        """Queues one message for the thread, or sends it now (see `at_once`).
+        """Queues one message of the kind `op`, or sends it now.
 
-        Raises the errors of `packed`.
+        It is sent now only if `at_once` was given to `__init__`, no other message waits
+        and the socket takes the message without waiting.
+
+        Raises:
+            TypeError, ValueError, OverflowError: msgpack cannot encode a field.
         """
         message = packed(op, fields)
         with self._lock:
@@ -468,7 +474,7 @@ _START = (
 
 
 class NoAgent(RuntimeError):
-    """No agent accepts this process."""
+    """No agent accepts this process; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,8 +585,8 @@ def hello(
 def find(given: str | None, environment: Mapping[str, str]) -> Path:
     """Finds the socket of this process's agent.
 
-    The path is `given`, else the environment variable `AGENT_SOCKET_VARIABLE`, else the
-    socket of the only free agent on this machine.
+    The path is `given`, else that in the environment variable `DTFT_AGENT_SOCKET`, else
+    the socket of the only agent on this machine without an attached process.
 
     Raises:
         NoAgent: no path is named, and no agent or more than one is free.
@@ -825,7 +831,7 @@ class Dialogue:
                 )
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends a message on the calling thread, which may block.
+        """Sends a message of the kind `op` on the calling thread, which may block.
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
@@ -841,7 +847,9 @@ class Dialogue:
             raise AgentGone(self.farewell) from error
 
     def queue(self, op: str, **fields: Any) -> None:
-        """Queues a message for the sending thread, in order; never blocks.
+        """Queues a message of the kind `op` for the sending thread; never blocks.
+
+        The thread sends queued messages in order.
 
         Raises:
             Exception: the error of `interrupt`.

@@ -58,10 +58,10 @@ from dtft.checkpoint.storage import (
 
 
 ELSEWHERE = -1
-"""Number in place of a spec, for a leaf without a saved spec. Such a leaf is no
-jax.Array, or its sharding is not a NamedSharding over devices of all processes."""
+"""Number in `shardings_json` of a leaf without a saved partition spec. Such a leaf is
+no jax.Array, or its sharding is not a NamedSharding over devices of all processes."""
 Numbered = tuple[int, int]
-"""A device: (process index, id)."""
+"""Identifies a device: (process index, device id)."""
 
 
 def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
@@ -72,8 +72,9 @@ def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
 
     Returns:
         A dict with three lists. `meshes` has the distinct meshes. `specs` has the
-        distinct specs: each is an index into `meshes`, then the axes of each dim.
-        `leaves` has for each leaf an index into `specs`, or `ELSEWHERE`.
+        distinct partition specs: each is an index into `meshes`, then the axes of each
+        dim. `leaves` has for each leaf an index into `specs`, or `ELSEWHERE` (-1) if
+        the leaf's sharding is not a NamedSharding over devices of all processes.
 
     >>> mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
     >>> found = shardings_json([None, NamedSharding(mesh, PartitionSpec(None, "x"))])
@@ -194,6 +195,11 @@ def placed(
     The targets of an item with a fallback sharding, and of leaves that were saved
     without a sharding, stay unchanged.
 
+    Args:
+        record: describes the saved step: its items, leaves and shardings.
+        wanted: item name to the user's targets for its leaves, from `restore_targets`;
+            None for a JSON item.
+
     Raises:
         ValueError: this run lacks devices for the saved mesh of a leaf; the message
             names the leaf, the mesh and the devices.
@@ -228,10 +234,11 @@ def _item_placed(
 
 
 def _refuse_lost(record: Record, number: int) -> None:
-    """Raises ValueError if this run lacks devices for a leaf's saved sharding.
+    """Raises ValueError if the leaf at `number` in `record.leaves` had a sharding.
 
-    Does nothing for a leaf that was saved without a spec (see `ELSEWHERE`). Called only
-    for leaves for which `shardings_had` has found no sharding.
+    Called for leaves whose sharding `shardings_had` could not decode: a leaf that was
+    saved with a sharding then needs devices that this run lacks. Does nothing for a
+    leaf that was saved without a sharding.
     """
     raw = record.shardings
     if raw is None or raw["leaves"][number] == ELSEWHERE:
@@ -281,6 +288,11 @@ def terms_of(
     directory: epath.Path, options: ReplicatedOptions, processes: int
 ) -> dict[str, Any]:
     """Makes the fields of the message that `attach` sends to the agent.
+
+    Args:
+        directory: the directory of the storage tier.
+        options: the options of the checkpoint manager.
+        processes: the number of processes of the job.
 
     Returns:
         "process", the index of this process; and "terms", the settings that must be
@@ -334,6 +346,12 @@ def wanted_structs(
 
 def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) -> Any:
     """Returns the sharding onto which a leaf is read; None for a whole numpy array.
+
+    Args:
+        leaf: the leaf's kind, shape and dtype when it was saved.
+        target: the user's leaf; None restores the kind that was saved.
+        fallback: the sharding if the target has none, or None.
+        saved: the leaf with its saved partition spec.
 
     Raises:
         ValueError: as `wanted_structs`.
@@ -410,7 +428,11 @@ class JobSteps:
         try:
             self._listed = self._stored.steps()
         except OSError as error:
-            logger.warning("%s cannot be listed: %s", self._stored.directory, error)
+            logger.warning(
+                "the steps in storage (%s) cannot be listed: %s; those listed last are "
+                "taken to be there",
+                *(self._stored.directory, error),
+            )
         return self._listed
 
     def newest(self) -> int | None:
@@ -442,7 +464,8 @@ class JobSteps:
         """Copies this process's slices of a step into the memory of its agent.
 
         Waits first until the agents have replicated the previous step. With `at_once`,
-        requests at the end that the step is written to storage.
+        requests at the end that the step is written to storage. For the other
+        arguments, see `ReplicatedCheckpointManager.save`.
 
         Raises:
             ValueError: the step is not above the newest step, `args` or `metrics`
@@ -471,12 +494,16 @@ class JobSteps:
             self._memory.ask_storage(step, store=True)
 
     def _announce(self, record: Record, values: list[Any]) -> Record:
-        """Sends the tree's layout to the agent at the first save.
+        """Sends the layout (mesh and leaves) to the agent at the first save.
 
         At later saves, checks that the layout is the same.
 
+        Args:
+            record: describes the save: its items and leaves, without shardings.
+            values: the values of the leaves, in the order of `record.leaves`.
+
         Returns:
-            The record, with the shardings.
+            The record, with the shardings of the values.
 
         Raises:
             ValueError: the layout differs from the layout of the first save.
@@ -505,7 +532,8 @@ class JobSteps:
         """Restores a step from the agents' memory, or else from storage.
 
         If the requested shardings need slices that a process did not save, the agents
-        fetch these slices from peers.
+        fetch these slices from peers. Arguments and errors: see
+        `ReplicatedCheckpointManager.restore`.
         """
         chosen = self._chosen(step)
         if chosen != self._memory.in_memory:
@@ -535,6 +563,17 @@ class JobSteps:
         A process reads only the memory of its own agent if all processes have the
         slices that their shardings need. Otherwise the agents fetch slices from peers.
 
+        Args:
+            found: where the step is in this host's memory, from
+                `AttachedMemory.locate`.
+            step: the newest committed step.
+            record: describes the saved step: its items and leaves.
+            saved: the layout (mesh and leaves) of the saved step.
+            abstract: leaf path to shape, dtype and requested sharding.
+
+        Returns:
+            Leaf path to array.
+
         Raises:
             NotBrought: the agents could not provide the slices; the message names the
                 first leaf that needs other slices.
@@ -563,7 +602,10 @@ class JobSteps:
     # ----------------------------------------------------------------- metadata
 
     def _record(self, step: int) -> Record | None:
-        """Reads the record of a step; None for a step that stock Orbax wrote."""
+        """Reads the description of a step (its items, leaves and metrics).
+
+        Returns None for a step that stock Orbax wrote.
+        """
         if step == self._memory.in_memory:
             found = self._memory.locate(step)
             return record_in(Layout.from_json(found["layout"]), found["items"])
@@ -595,7 +637,10 @@ class JobSteps:
         )
 
     def metrics(self, step: int) -> Any:
-        """Returns the metrics that were saved with a step, or None."""
+        """Returns the metrics that were saved with a step.
+
+        Returns None if none were saved, or if stock Orbax wrote the step.
+        """
         record = self._record(self._chosen(step))
         return record.metrics if record else None
 

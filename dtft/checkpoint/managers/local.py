@@ -72,7 +72,8 @@ class Storing:
         self._condition = condition
         self._exporter: ExporterProcess | None = None
         self._opening: dict[str, Any] = {}
-        """Fields of the first message to the current exporter; {} before the first."""
+        """Fields of the first message to the current exporter process; {} before the
+        first exporter."""
         self.stored = StoredSteps(directory)
         self._steps: set[int] = set()
         self._metrics: dict[int, Any] = {}
@@ -101,8 +102,8 @@ class Storing:
         """Queues a step for storage if the step is due or `at_once`.
 
         A queued step replaces the step that waits in the queue. If the step is not
-        queued, starts an exporter unless one exists. Called after the step was
-        committed to memory.
+        queued, starts an exporter (the process that writes to storage) unless one
+        exists. Called after the step was committed to memory.
         """
         if at_once or is_storage_due(self._options, version.step, self._tried):
             self._tried = version.step
@@ -152,7 +153,10 @@ class Storing:
         """
         going = [one for one in self._waiting if below is None or one.step < below]
         for version in going:
-            logger.info("step %d was dropped from the queue for storage", version.step)
+            logger.info(
+                "step %d was waiting to be written to storage and will not be written",
+                version.step,
+            )
             self._waiting.remove(version)
             self._versions.unpin(version)
         return len(going)
@@ -168,9 +172,12 @@ class Storing:
                 self._write(version, going)
 
     def _write(self, version: Version, going: tuple[int, ...]) -> None:
-        """Sends a pinned version to the exporter; an error counts as a failed write.
+        """Makes the exporter process write a step; an error counts as a failed write.
 
-        `going` are the stored steps to delete once this step is stored.
+        Args:
+            version: the step in memory, already pinned so that its memory is not
+                reused.
+            going: the stored steps to delete once this step is stored.
         """
         self._writing, self._replaced = version, going
         try:
@@ -190,9 +197,9 @@ class Storing:
             self._done(f"{type(error).__name__}: {error}")
 
     def _exporter_for(self, version: Version) -> ExporterProcess:
-        """Returns an exporter that was opened for the tree of `version`.
+        """Returns an exporter process that can write steps with the tree of `version`.
 
-        A running exporter for another tree is ended, and a new exporter is started.
+        An exporter for another tree is ended, and a new exporter is started.
         """
         record = version.record
         layout = dataclasses.replace(record.layout, config=config_of(record))
@@ -213,8 +220,9 @@ class Storing:
     def _heard(self, exporter: ExporterProcess, answer: dict[str, Any]) -> None:
         """Records the result of the current write from an exporter's answer.
 
-        A failure also ends the exporter. Answers of former exporters and answers to the
-        "open" message are ignored. Called on the threads of `ExporterProcess`.
+        A failure also ends the exporter process. Answers of former exporters, and
+        answers to the first message ("open"), are ignored. Called on the threads of
+        `ExporterProcess`.
         """
         with self._condition:
             if exporter is not self._exporter or answer.get("op") == "open":
@@ -239,15 +247,17 @@ class Storing:
             return superfluous(self._options, stored, self.scores(stored))
         except Exception as error:  # from `best_fn`, or from reading storage
             logger.warning(
-                "step %d will be stored, but no stored step deleted: %s", step, error
+                "step %d will be stored, but no older step is deleted for it, because "
+                "the steps cannot be ranked: %s",
+                *(step, error),
             )
             return ()
 
     def _done(self, error: str | None) -> None:
         """Records the result of the current write and begins the next write.
 
-        After a failure, older waiting steps are dropped, and the next save copies every
-        leaf because the memory may be corrupt.
+        After a failure, older steps that wait for storage are dropped, and the next
+        save copies every leaf because the memory may be corrupt.
 
         Args:
             error: the reason of the failure; None if the step is in storage.
@@ -271,7 +281,7 @@ class Storing:
             self._condition.notify_all()
 
     def _text(self, step: int, reason: str) -> str:
-        """Formats the message of a failure and its consequences."""
+        """Formats the message that `step` was not stored: why, and what follows."""
         later = max((one for one in self._steps if one > step), default=None)
         if later is not None:
             follows = f"Step {later} did, after it."
@@ -391,11 +401,14 @@ class Storing:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a step is being written."""
+        """Whether a step is being written to storage."""
         return self._writing is not None
 
     def end(self) -> None:
-        """Ends the exporter, and drops waiting steps; a running write fails."""
+        """Ends the exporter process; steps that wait for storage are not written.
+
+        A running write counts as failed.
+        """
         with self._condition:
             self._drop_waiting()
             self._end_exporter()
@@ -430,10 +443,10 @@ class Reader:
         return listed([str(step) for step in self.steps()])
 
     def chosen(self, step: int | None) -> int:
-        """Returns the requested step; for None, the newest step of `steps`.
+        """Returns the requested step; for None, the newest in memory or storage.
 
         Raises:
-            FileNotFoundError: `steps` does not have the step, or is empty.
+            FileNotFoundError: neither memory nor storage has the step, or any step.
         """
         places = f"memory nor in {self._storing.stored.directory}"
         return chosen_step(step, self.steps(), places)

@@ -199,10 +199,11 @@ def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
 def is_storage_due(
     options: ReplicatedOptions, step: int, last_stored: int | None
 ) -> bool:
-    """Whether a saved step is due for storage.
+    """Whether a step that was saved into memory is due to be written to storage.
 
-    It is due if a multiple of the storage interval is above `last_stored` (the last due
-    step) and at most `step`. Every step is due if `last_stored` is None.
+    It is due if a multiple of `options.storage_interval_steps` is above `last_stored`
+    and at most `step`. `last_stored` is the last step that was due, or at first the
+    newest step in storage. Every step is due if `last_stored` is None.
 
     >>> options = ReplicatedOptions(storage_interval_steps=10)
     >>> [is_storage_due(options, 12, last) for last in (None, 9, 10)]
@@ -219,10 +220,16 @@ def superfluous(
     stored: Collection[int],
     scores: Mapping[int, float | None],
 ) -> tuple[int, ...]:
-    """Returns the stored steps that retention deletes, ascending.
+    """Returns the stored steps to delete, ascending: all but `options.max_to_keep`.
 
-    The newest step is never deleted, because training resumes from it. A step without a
-    score ranks below every step with a score.
+    With `best_fn` the steps of the highest scores are kept, otherwise the newest. The
+    newest step is never deleted, because training resumes from it.
+
+    Args:
+        options: of the checkpoint manager.
+        stored: the steps in storage.
+        scores: step to its score (`ReplicatedOptions.score`); a higher score is better.
+            A step without a score ranks below every step with a score.
 
     >>> superfluous(ReplicatedOptions(max_to_keep=2), [1, 2, 3], {})
     (1,)
@@ -263,10 +270,10 @@ def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
 
 
 def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | None:
-    """Returns the step with the best score; of equal scores, the newest step.
+    """Returns the step with the highest score; of equal scores, the newest step.
 
-    Returns:
-        None if no step has a score.
+    `scores` maps a step to its score, or to None for a step without metrics. Returns
+    None if none of `steps` has a score.
 
     >>> best([1, 2, 3], {1: 0.5, 2: 0.9}), best([1], {})
     (2, None)
@@ -276,5 +283,5 @@ def best(steps: Collection[int], scores: Mapping[int, float | None]) -> int | No
 
 
 def _rank(score: float | None) -> float:
-    """Returns the score for sorting: minus infinity for NaN and for None."""
+    """Returns `score`, but minus infinity for NaN and None, so that they rank last."""
     return float("-inf") if score is None or score != score else score

@@ -35,8 +35,8 @@ step that this host is writing to storage. `committed` is the newest committed s
 before the first commit of a trainer, it is the step from which the trainer started.
 
 Other cells: `generation` is the number of the job's assignment of slots to hosts, and
-`attempt` the number of the formation within this generation. `recovering` is 1 while
-this host recovers. `trainer_pid` is the trainer's process id. For `phase` see
+`attempt` counts the attempts to start its trainers. `recovering` is 1 while this host
+recovers. `trainer_pid` is the trainer's process id. For `phase` see
 `ProgressBoard.enter`."""
 
 Phase = Literal["", "start", "compile", "data", "step", "evaluate", "save"]
@@ -55,14 +55,17 @@ _PHASE_BITS = 3
 
 
 class ProgressBoard:
-    """A board of 8-byte cells, each read and written atomically, without a lock."""
+    """A host's progress in shared memory, as numbers of 8 bytes (cells).
+
+    Every cell is read and written atomically, without a lock.
+    """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Maps the board at `path`; with `create` the file is created or emptied.
+        """Maps the file at `path`; with `create` it is created, or filled with zeros.
 
         Raises:
             OSError: the file cannot be opened or created.
-            ValueError: the file is smaller than a board.
+            ValueError: the file is smaller than the board's cells.
         """
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
         descriptor = os.open(path, flags, 0o600)
@@ -103,5 +106,5 @@ class ProgressBoard:
         return (PHASES[number] if number < len(PHASES) else ""), cell >> _PHASE_BITS
 
     def close(self) -> None:
-        """Unmaps the board; the file remains."""
+        """Unmaps the board's memory in this process; the file remains."""
         self._memory.close()

@@ -140,7 +140,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
             try:
                 self._work.leave()
             except Exception as trouble:  # must not replace the user's error
-                logger.exception("closing the checkpoint manager failed")
+                logger.exception(
+                    "closing the checkpoint manager of %s failed; its newest steps "
+                    "may not be in storage",
+                    self._directory,
+                )
                 if error is not None:
                     error.add_note(f"The checkpoint manager, too: {trouble}")
 
@@ -163,7 +167,10 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return self._work.all_steps(read)
 
     def latest_step(self) -> int | None:
-        """Returns the newest step of `all_steps`, or None; waits like `all_steps`."""
+        """Returns the newest step of `all_steps`; None if there is no step.
+
+        Waits like `all_steps`.
+        """
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
@@ -262,8 +269,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             FileNotFoundError: `all_steps()` does not have the step, or is empty.
-            ValueError: `args` does not fit the saved step; or (`Corrupt`) the only copy
-                of `step` is corrupt.
+            ValueError: `args` does not fit the saved step; the manager is closed; or
+                (`Corrupt`) the only copy of `step` is corrupt.
             RuntimeError: in a job of several processes, this host's copy is corrupt
                 (`CorruptCopy`, `CorruptItems`), the agents could not provide slices
                 for other shardings (`NotBrought`), or the agent has ended or has
@@ -292,7 +299,13 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return self._work.metadata(None if step is None else step_number(step))
 
     def metrics(self, step: int) -> Any:
-        """Returns the metrics that were saved with a step, or None."""
+        """Returns the metrics that were saved with a step; None if none were saved.
+
+        In a job of several processes, also None for a step that stock Orbax wrote.
+
+        Raises:
+            FileNotFoundError: `all_steps()` does not have the step.
+        """
         return self._work.metrics(step_number(step))
 
     # ---------------------------------------------------------- waiting and ending
@@ -373,7 +386,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         try:
             self._work.leave()
         except Exception:
-            logger.exception("closing the checkpoint manager failed")
+            logger.exception(
+                "closing the checkpoint manager of %s failed; its newest steps may not "
+                "be in storage",
+                self._directory,
+            )
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -1,8 +1,8 @@
-"""Measures the cost of saves in a loop of one process, for an automatic interval.
+"""Measures the cost of saves in one process, to adapt the interval between saves.
 
 A save begins when the arrays to save are computed, and ends when they are saved. The
-time between two saves counts as the time of steps. The interval is chosen by
-`dtft.checkpoint.replication.snapshot_interval`.
+time between two saves counts as the time of steps. From both,
+`dtft.checkpoint.replication.snapshot_interval` chooses an automatic interval.
 """
 
 import time
@@ -34,12 +34,13 @@ class SaveClock:
         allowed: Automatic,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts an automatic interval at 1.
+        """Measures nothing yet; an automatic interval is one step at first.
 
         Args:
             interval: steps between saves; None for an automatic interval.
-            allowed: bounds of an automatic interval.
-            clock: seconds on a monotonic clock.
+            allowed: for an automatic interval, the fraction of the time that saves may
+                cost, and the longest interval.
+            clock: returns seconds on a monotonic clock.
 
         Raises:
             ValueError: the interval is automatic and the job has several processes,
@@ -65,7 +66,7 @@ class SaveClock:
 
     @contextmanager
     def saving(self, step: int, args: Any) -> Iterator[None]:
-        """Measures the save in the body of a `with`, and adapts an automatic interval.
+        """Measures the save in a `with` body, and then adapts an automatic interval.
 
         Waits first until the arrays of the step are computed: this wait counts as the
         time of steps. With a fixed interval only the body runs.
