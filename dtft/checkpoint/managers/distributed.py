@@ -431,7 +431,8 @@ class JobSteps:
             logger.warning(
                 "the steps in storage (%s) cannot be listed: %s; those listed last are "
                 "taken to be there",
-                *(self._stored.directory, error),
+                self._stored.directory,
+                error,
             )
         return self._listed
 

@@ -249,7 +249,8 @@ class Storing:
             logger.warning(
                 "step %d will be stored, but no older step is deleted for it, because "
                 "the steps cannot be ranked: %s",
-                *(step, error),
+                step,
+                error,
             )
             return ()
 

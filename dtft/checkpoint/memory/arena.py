@@ -1,5 +1,6 @@
 """Shared memory that outlives processes, and the offsets of slices' chunks in it.
 
+A slice is a piece of an array of the state, and a chunk is a part of a slice's bytes.
 A slot is a numbered position in the job that one host fills; a push is the set of
 slices of one slot that are sent to a peer, which keeps a copy.
 
@@ -87,7 +88,7 @@ class Arena:
     def reserve(cls, path: Path, size: int, before: "Arena | None") -> "Arena":
         """Returns `before` if it is large enough, else removes it and creates an arena.
 
-        A new arena is mapped in the background; see `prefault`.
+        All pages of a new arena are mapped by a background thread (`prefault`).
 
         Raises:
             OSError: too little memory (the message has the bytes needed and available),
@@ -191,17 +192,20 @@ def _too_small(path: Path, size: int) -> OSError:
 
 
 OWN_BUFFERS = 4
-"""Buffers of each chunk of an own slice: one each for the last commit, a step that is
-replicated but not yet committed, a step being staged, and a step being exported."""
+"""Number of buffers of each chunk (a part of a slice's bytes) of a host's own slices.
+There is one each for the last commit, a step that is replicated but not yet committed,
+a step being written by the trainer, and a step being exported to storage."""
 HOSTED_BUFFERS = 3
-"""Buffers of each chunk of a peer's slice: as `OWN_BUFFERS`, without a buffer for an
-export, because a host exports only its own slices."""
+"""Number of buffers of each chunk (a part of a slice's bytes) of a peer's slice. It is
+one fewer than `OWN_BUFFERS`, because a host exports only its own slices."""
 
 
 def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
-    """Computes the size in bytes of the arena that the host in `slot` needs.
+    """Computes the bytes of shared memory that the host in `slot` needs for copies.
 
-    Does not cut slices into chunks, so it is quick even for a huge state.
+    These are copies of its own slices and of the slices that `placement` gives it to
+    keep for peers. Slices are not cut into chunks, so this is quick even for a huge
+    state.
     """
     incoming = [p.slices for p in placement.pushes if p.target == slot]
     hosted = sum(offsets_of(slices)[1] for slices in incoming)
@@ -210,10 +214,11 @@ def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ArenaMap:
-    """Where a host's chunk buffers are in its arena; offsets and sizes are in bytes.
+    """Where a host's copies are in its arena; offsets and sizes are in bytes.
 
-    All buffers of the host's own slices come first. The buffers of the peers' pushes
-    follow, peer by peer.
+    Every chunk (a part of a slice's bytes) has several buffers in the arena, so that
+    the arena holds copies of several steps. The buffers of the host's own slices come
+    first. Those of the slices that it keeps for peers follow, peer by peer.
     """
 
     own: Chunks
@@ -231,7 +236,14 @@ class ArenaMap:
     def of(
         cls, layout: Layout, slot: int, placement: CopyPlacement, chunk_bytes: int
     ) -> "ArenaMap":
-        """Computes the arena map of the host that has `slot` in the job."""
+        """Computes where the copies of the host in `slot` are in its arena.
+
+        Args:
+            layout: mesh and leaves, which decide the slices of every slot.
+            slot: the slot (position in the job) of the host.
+            placement: which slots' slices are kept as copies by the hosts of others.
+            chunk_bytes: size of a chunk in bytes.
+        """
         own = Chunks.of(layout.slices(slot), chunk_bytes)
         incoming = {p.source: p for p in placement.pushes if p.target == slot}
         hosted = {s: Chunks.of(p.slices, chunk_bytes) for s, p in incoming.items()}
@@ -261,7 +273,7 @@ class AlignedAllocator:
     """
 
     def __init__(self, total: int) -> None:
-        """Allocates nothing yet; `total` is the bytes that will be requested in all."""
+        """Allocates nothing yet; `total` bytes will be requested in all."""
         self._left = total
         self._slab = np.empty(0, np.uint8)
 

@@ -23,12 +23,13 @@ from dtft.checkpoint.state import (
 
 
 class BufferRefCounts:
-    """Reference counts of chunk buffers. Not thread-safe.
+    """Counts how many versions use each buffer of each chunk. Not thread-safe.
 
-    Every chunk has the same number of buffers. A version (the chunks of one step)
-    refers to one buffer of each of its chunks, and versions that share a chunk refer to
-    the same buffer. A buffer is free when no version refers to it. All operations are
-    vectorised over the chunks, so a version of 10^5 chunks costs little.
+    A chunk is a part of a slice's bytes. Every chunk has the same number of buffers,
+    numbered from 0. A version (the chunks of one step) refers to one buffer of each of
+    its chunks, and versions that share a chunk refer to the same buffer. A buffer is
+    free when no version refers to it. All operations are vectorised over the chunks, so
+    a version of 10^5 chunks costs little.
 
     >>> ref_counts = BufferRefCounts(num_chunks=2, num_buffers=2)
     >>> first = ref_counts.acquire(np.array([0, 1]))
@@ -57,7 +58,7 @@ class BufferRefCounts:
 
     @property
     def free_buffers(self) -> np.ndarray:
-        """[buffers] bool: whether the buffer is free for every chunk."""
+        """[buffers] bool: whether all chunks' buffers with this number are free."""
         return (self._counts == 0).all(axis=1)
 
     def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
@@ -79,14 +80,18 @@ class BufferRefCounts:
         return buffers
 
     def absent(self) -> np.ndarray:
-        """Returns the buffers of a version without chunks: [chunks] uint8 `ABSENT`."""
+        """Returns the buffer numbers of a version (step) that has none of the chunks.
+
+        This is [chunks] uint8, all `ABSENT`.
+        """
         return np.full(self._counts.shape[1], ABSENT, np.uint8)
 
     def retain(self, buffers: np.ndarray) -> None:
-        """Adds a reference to the buffer of each chunk.
+        """Adds a reference to one buffer of each chunk.
 
         Args:
-            buffers: [chunks] uint8: the buffer of each chunk, `ABSENT` for none.
+            buffers: [chunks] uint8: the number of each chunk's buffer, `ABSENT` for a
+                chunk to skip.
 
         Raises:
             ValueError: one of the buffers is free.
@@ -95,7 +100,7 @@ class BufferRefCounts:
         self._counts[at] = counts + 1
 
     def release(self, buffers: np.ndarray) -> None:
-        """Removes a reference to the buffer of each chunk.
+        """Removes a reference to one buffer of each chunk.
 
         A buffer without references is free. Arguments and errors: see `retain`.
         """
@@ -105,7 +110,15 @@ class BufferRefCounts:
     def _in_use(
         self, buffers: np.ndarray
     ) -> tuple[tuple[np.ndarray, np.ndarray], np.ndarray]:
-        """Returns the index of each buffer in `_counts`, and the buffers' counts.
+        """Looks up the reference counts of one buffer of each chunk.
+
+        Args:
+            buffers: [chunks] uint8: the number of each chunk's buffer, `ABSENT` for a
+                chunk to skip.
+
+        Returns:
+            The index of these buffers in `_counts` (buffer numbers, chunk numbers), and
+            their counts.
 
         Raises:
             ValueError: one of the buffers is free.
@@ -128,22 +141,24 @@ Read = dict[tuple[int, int], bytes]
 
 @dataclass(kw_only=True)
 class Copy:
-    """The slices of a pool at one step: the buffers and digests of their chunks.
+    """The slices of one `ChunkPool` at one step: where their bytes are, and digests.
 
     A copy holds a reference to each of its buffers. Copies of several steps share the
     buffers of equal chunks.
     """
 
     buffers: np.ndarray
-    """[chunks] uint8: the buffer of each chunk, `ABSENT` for a missing chunk."""
+    """[chunks] uint8: number of each chunk's buffer, `ABSENT` for a missing chunk."""
     digests: list[bytes]
     """Per slice 16 bytes for each chunk; empty if the copy lacks the slice."""
 
 
 class ChunkPool:
-    """Buffers for the chunks of some slices, several for each chunk. Not thread-safe.
+    """Memory for copies of some slices at several steps. Not thread-safe.
 
-    Also remembers in which buffers a chunk was found corrupt (`rotten`).
+    Every chunk (a part of a slice's bytes) has several buffers, so that a new step can
+    be written while an older copy is kept. Also remembers in which buffers a chunk was
+    found corrupt (`rotten`).
     """
 
     def __init__(
@@ -165,9 +180,10 @@ class ChunkPool:
         until the next `acquire` of that buffer."""
 
     def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
-        """Takes free buffers for chunks to write: see `BufferRefCounts.acquire`.
+        """Takes a free buffer for each of some chunks, which the caller then writes.
 
-        The buffers no longer count as corrupt.
+        For argument and result, see `BufferRefCounts.acquire`. The chunks no longer
+        count as corrupt in these buffers.
         """
         found = self.ref_counts.acquire(numbers)
         if found is not None and self.rotten:
@@ -181,11 +197,14 @@ class ChunkPool:
         ]
 
     def parts(self, copy: Copy, index: int) -> Parts:
-        """Returns the memory of one slice of a copy, in as few pieces as possible."""
+        """Returns the memory of the slice at `index`, in as few pieces as possible."""
         return self.chunks.parts(self._memory(), copy.buffers, index)
 
     def chunk(self, buffers: np.ndarray, number: int) -> memoryview:
-        """Returns the memory of one chunk of the copy with these buffers."""
+        """Returns the memory of chunk `number` in a copy.
+
+        `buffers` is [chunks] uint8: the number of each chunk's buffer in the copy.
+        """
         return self.at(int(buffers[number]), number)
 
     def at(self, buffer: int, number: int) -> memoryview:
@@ -234,7 +253,8 @@ class ChunkPool:
     def unchanged(self, copy: Copy, digests: list[bytes]) -> np.ndarray:
         """[chunks] bool: whether the digest of a copy's chunk equals that in `digests`.
 
-        A chunk that the copy lacks or that was found corrupt counts as changed.
+        `digests` has for each slice 16 bytes per chunk. A chunk that the copy lacks or
+        that was found corrupt counts as changed.
 
         Equal digests (xxh3-128) are taken for equal bytes. A changed chunk has the
         digest of the old chunk by accident with a probability of 2^-128.

@@ -28,7 +28,7 @@ class Receiving:
         """Starts without chunks.
 
         Args:
-            pool: this host's pool of buffers for the slices of the sending slot.
+            pool: this host's memory for copies of the sending slot's slices.
             digests: the digests of each slice of the push, 16 bytes per chunk.
             lock: the lock that guards the pool.
         """
@@ -52,7 +52,7 @@ class Receiving:
         self.pool.ref_counts.retain(self.buffers)
 
     def reserve(self) -> bool:
-        """Takes a free buffer for every chunk of the push that has no buffer yet.
+        """Takes free memory (a buffer) for every chunk of the push that has none yet.
 
         Returns:
             Whether every chunk has a buffer now. If one of the chunks has no free
@@ -65,7 +65,7 @@ class Receiving:
         return True
 
     def lacks(self) -> np.ndarray:
-        """[chunks] bool: whether a chunk is neither received nor being written."""
+        """[chunks] bool: whether a chunk was not received and is not being received."""
         with self._lock:
             return self.states == _LACKING
 
@@ -84,9 +84,10 @@ class Receiving:
         return bool((self.states == _HERE).all())
 
     def claim(self, numbers: Sequence[int]) -> list[memoryview] | None:
-        """Claims chunks for one connection to write.
+        """Claims the chunks with these numbers for one connection to write.
 
-        The caller then calls `arrived` or `failed` with the same numbers.
+        Chunks are numbered through the slices of the push. The caller then calls
+        `arrived` or `failed` with the same numbers.
 
         Returns:
             The memory of each chunk. None if the push was given up, or if another
@@ -100,7 +101,7 @@ class Receiving:
             return [self.pool.chunk(self.buffers, number) for number in numbers]
 
     def arrived(self, numbers: Sequence[int]) -> None:
-        """Verifies chunks that were written whole.
+        """Verifies claimed chunks, given by their numbers, that were written whole.
 
         A chunk that matches its digest is marked as received, any other chunk as
         lacking.
@@ -113,7 +114,10 @@ class Receiving:
             self.states[number] = _HERE if found == good else _LACKING
 
     def failed(self, numbers: Sequence[int]) -> None:
-        """Marks claimed chunks that were not written whole as lacking again."""
+        """Marks claimed chunks that were not written whole as lacking again.
+
+        `numbers` are those given to `claim`.
+        """
         self.states[np.array(numbers, np.int64)] = _LACKING
 
     def release(self, *, unverified_only: bool) -> None:
@@ -138,9 +142,11 @@ class Hosting:
     """The copies that this host keeps for its peers, by step and sending slot."""
 
     def __init__(self, pools: Mapping[int, ChunkPool], lock: threading.RLock) -> None:
-        """Starts without copies; `pools` has one pool per sending slot.
+        """Starts without copies.
 
-        `lock` is the lock of the `ReplicaStore`.
+        Args:
+            pools: sending slot to the memory for copies of its slices.
+            lock: the lock of the `ReplicaStore`.
         """
         self.pools, self._lock = pools, lock
         self.copies: dict[int, dict[int, Copy]] = {}
@@ -149,9 +155,10 @@ class Hosting:
         self.receiving: dict[tuple[int, int], Receiving] = {}
 
     def has(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
-        """Whether there is a verified copy from `source` at `step` with these digests.
+        """Whether there is a verified copy of slot `source` at `step`.
 
-        `digests` has 16 bytes per chunk for each slice of the push.
+        False if the copy has other digests than `digests`, which has 16 bytes per chunk
+        for each slice of the push.
         """
         copy = self.copies.get(step, {}).get(source)
         return copy is not None and copy.digests == list(digests)
@@ -161,15 +168,20 @@ class Hosting:
 
         If the connection is admitted, the caller must call `end` once.
 
+        Args:
+            step: the step.
+            source: the sending slot.
+            digests: of each slice of the push, 16 bytes per chunk.
+
         Returns:
             The state of the push, which all its connections share. None if the
             connection is refused, which has one of these reasons:
 
-            * The placement has no push from `source` to this host.
+            * This host is not to keep copies for `source`.
             * The number of digests is wrong.
             * A copy of the same step and slot is complete; it is never overwritten.
             * Another connection carries other digests for this step and slot.
-            * A chunk has no free buffer.
+            * There is no free memory (buffer) for a chunk.
         """
         pool = self.pools.get(source)
         if pool is None or not pool.fits(digests):
@@ -200,10 +212,10 @@ class Hosting:
         return found
 
     def _reserved(self, wanted: Receiving, source: int) -> bool:
-        """Takes a buffer for every chunk of a push; returns whether this succeeded.
+        """Takes memory for every chunk of a push; returns whether this succeeded.
 
-        If a chunk has no free buffer, gives up other unfinished pushes from the same
-        slot, except those that a connection carries, and tries again.
+        If there is none free for a chunk, gives up other unfinished pushes from the
+        same slot (`source`), except those that a connection carries, and tries again.
         """
         if wanted.reserve():
             return True
@@ -215,6 +227,12 @@ class Hosting:
 
     def conclude(self, step: int, source: int, found: Receiving, items: dict) -> bool:
         """Turns a push into a copy if all its chunks were received and verified.
+
+        Args:
+            step: the step of the push.
+            source: the sending slot.
+            found: the push, from `begin`.
+            items: the JSON values saved beside the arrays of the step.
 
         Returns:
             Whether this call made the copy. False if a chunk is missing, if the push
@@ -229,7 +247,7 @@ class Hosting:
         return True
 
     def end(self, step: int, source: int, found: Receiving) -> None:
-        """Removes one connection from a push; called once for each successful `begin`.
+        """Removes one connection, admitted by `begin`, from the push `found`.
 
         After the last connection of an incomplete push, only the verified chunks stay,
         for the next connection. A push that was given up keeps no chunk.

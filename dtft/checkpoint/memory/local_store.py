@@ -36,7 +36,7 @@ MAX_BUFFERS = ABSENT - 1
 
 
 class Extent:
-    """Memory for one buffer of every leaf of the state.
+    """Shared memory with room for every leaf of the state once.
 
     The exporter (the process that writes steps to storage) opens the memory by `path`.
     """
@@ -62,12 +62,13 @@ class Extent:
 
 
 class LeafMemory:
-    """The buffers of the leaves of one layout. Not thread-safe.
+    """Memory for several steps whose leaves have the same shapes. Not thread-safe.
 
-    Buffer p of a leaf lies in extent p, at the same offset in every extent. An extent
-    is reserved when a step first needs it. Steps in which a leaf is equal refer to one
-    buffer of the leaf, so an unchanged leaf takes memory once. `BufferRefCounts` counts
-    these references.
+    Every leaf has several buffers, one in each extent (an area of memory with room for
+    every leaf once): buffer p of a leaf lies in extent p, at the same offset in every
+    extent. An extent is reserved when a step first needs it. Steps in which a leaf is
+    equal refer to one buffer of the leaf, so an unchanged leaf takes memory once.
+    `BufferRefCounts` counts these references.
 
     >>> leaf = Slice(path="w", start=(0,), stop=(4,), dtype="uint8")
     >>> memory = LeafMemory((leaf,))
@@ -115,11 +116,14 @@ class LeafMemory:
 
     @property
     def paths(self) -> dict[int, str]:
-        """Maps each buffer number to the path by which a process opens its extent."""
+        """Maps each buffer number to a path by which another process opens the memory.
+
+        The memory at a path has the buffers of this number of all leaves.
+        """
         return {buffer: extent.path for buffer, extent in self._extents.items()}
 
     def trim(self) -> bool:
-        """Frees each extent without a buffer in use.
+        """Frees each extent (an area with room for every leaf once) that no step uses.
 
         Returns:
             Whether no extent is left.
@@ -130,7 +134,7 @@ class LeafMemory:
         return not self._extents
 
     def close(self) -> None:
-        """Frees all extents."""
+        """Frees all memory; no step may use it any more."""
         for extent in self._extents.values():
             extent.close()
         self._extents.clear()
@@ -142,13 +146,13 @@ class Corrupt(ValueError):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Version:
-    """One step in memory."""
+    """One step in this process's memory: where its leaves are, and their digests."""
 
     step: int
     record: Record
     memory: LeafMemory
     buffers: np.ndarray
-    """[leaves] uint8: the buffer of each leaf in `memory`."""
+    """[leaves] uint8: the number of each leaf's buffer in `memory`."""
     kept: np.ndarray
     """[leaves] bool: whether the leaf equals that of the step written before and shares
     its buffer. All False if that step's buffers cannot be used (first step, other
@@ -167,7 +171,7 @@ class Version:
 
     @property
     def exported(self) -> list[str]:
-        """For each leaf, the path of the extent that has this version of the leaf."""
+        """For each leaf, the path by which another process opens the leaf's memory."""
         paths = self.memory.paths
         return [paths[buffer] for buffer in self.buffers.tolist()]
 
@@ -183,10 +187,10 @@ class Versions:
 
         Args:
             keep: the number of steps that stay in memory.
-            chunk_bytes: bytes under one digest.
+            chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
 
         Raises:
-            ValueError: `keep` is above `MAX_BUFFERS` - 2.
+            ValueError: `keep` is above `MAX_BUFFERS` - 2, which is 252.
         """
         if keep > MAX_BUFFERS - 2:
             raise ValueError(
@@ -221,6 +225,11 @@ class Versions:
         step of the largest number. The values may be deleted or donated afterwards. If
         an error is raised, the steps committed before stay readable.
 
+        Args:
+            step: the step; not in memory yet.
+            record: describes the save: its items and leaves.
+            values: the values of the leaves, in the order of `record.leaves`.
+
         Raises:
             OSError: too little memory; the message has the bytes needed and available.
         """
@@ -252,6 +261,13 @@ class Versions:
         A leaf that changed in the previous step is copied and digested. Any other leaf
         is first compared with its saved digests or bytes, and copied if it differs. All
         leaves are copied if the previous step is not in `memory`, or after `distrust`.
+
+        Args:
+            step: the step.
+            record: describes the save: its items and leaves.
+            values: the values of the leaves, in the order of `record.leaves`.
+            memory: the memory for steps with these leaves.
+            buffers: [leaves] uint8, the number of a free buffer of each leaf.
         """
         base = next(reversed(self._versions.values()), None)
         if base is None or base.memory is not memory or not self._trusted:
@@ -354,9 +370,10 @@ class Versions:
         return self._memories[-1]
 
     def _trim(self) -> None:
-        """Frees unused extents of all memories except the last one.
+        """Frees unused memory of steps whose leaves had other shapes.
 
-        New steps use the last memory, so its extents stay reserved.
+        The memory for the leaf shapes seen last stays reserved, because the next steps
+        use it.
         """
         former = [memory for memory in self._memories[:-1] if not memory.trim()]
         self._memories[:-1] = former

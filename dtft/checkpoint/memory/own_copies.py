@@ -1,8 +1,9 @@
 """A host's copies of its own slices (those of its slot in the job), by step.
 
-A step is staged: it gets buffers, which the trainer then writes. A pin keeps the bytes
-of a copy while an export reads them. A step shares the buffers of its unchanged chunks
-with the step before. Not thread-safe.
+A chunk is a part of a slice's bytes, and a buffer is memory for one chunk. To stage a
+step is to give it buffers, which the trainer then writes. A step shares the buffers of
+its unchanged chunks with the step before. A pin keeps the bytes of a copy while an
+export to storage reads them. Not thread-safe.
 """
 
 import itertools
@@ -18,21 +19,23 @@ from dtft.checkpoint.state import ABSENT, Parts, Slice, chunk_digests, unpack_fl
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The agent's answer to the trainer: the buffers for a step that is to be saved."""
+    """The memory that the agent assigns to the trainer for a step to be saved."""
 
     base: int
-    """The step whose buffers the new step may share for unchanged chunks; -1 if every
-    chunk must be written."""
+    """The step whose buffers the new step may share for unchanged chunks (parts of a
+    slice's bytes); -1 if every chunk must be written."""
     buffers: bytes
-    """The number of a free buffer for each chunk, one byte per chunk."""
+    """The number of each chunk's free buffer (memory for one chunk), one byte per
+    chunk."""
 
 
 @dataclass(kw_only=True)
 class _Staging:
-    """A step that the trainer is writing.
+    """A step that the trainer is writing into `buffers`.
 
-    Until the step is recorded, its buffers and those of `base` are not reused. `base`
-    is the newest copy, or a copy without chunks if no copy can be shared.
+    `base` is the newest copy, whose unchanged chunks the step may share, or a copy
+    without chunks if no copy can be shared. Until the step is recorded, its buffers and
+    those of `base` are not reused.
     """
 
     base: Copy
@@ -40,7 +43,10 @@ class _Staging:
 
 
 class Owning:
-    """A host's copies of its own slices, by step, in one chunk pool."""
+    """A host's copies of its own slices (those of its slot), by step.
+
+    All copies are in the memory of one `ChunkPool`.
+    """
 
     def __init__(self, pool: ChunkPool) -> None:
         """Starts without copies."""
@@ -55,7 +61,7 @@ class Owning:
     # ---------------------------------------------------------------- staging
 
     def begin_stage(self, step: int) -> Room:
-        """Takes a free buffer for every chunk of a step that the trainer will write.
+        """Takes memory for every chunk of a step that the trainer will write.
 
         A step that was begun before and not recorded by `staged` is cancelled.
 
@@ -129,7 +135,7 @@ class Owning:
         """Keeps the bytes of a step's copy until `unpin`, even if the step is dropped.
 
         Returns:
-            The number of the pin.
+            A number that identifies this pin.
 
         Raises:
             KeyError: there is no copy of the step.
@@ -142,7 +148,9 @@ class Owning:
         return number
 
     def complete(self, pin: int) -> tuple[dict[Slice, Parts], int]:
-        """Takes buffers for the slices that a pinned copy lacks.
+        """Takes memory for the slices that a pinned copy lacks.
+
+        `pin` is a number from `pin`, which keeps the copy's bytes for an export.
 
         Returns:
             The memory of each missing slice, and the number of a second pin, which
@@ -171,7 +179,7 @@ class Owning:
         """Records that slices which a pinned copy lacked were fetched and verified.
 
         Args:
-            pin: the number of the pin.
+            pin: the number from `pin`, which keeps the copy's bytes.
             digests: slice key to digests, for each fetched slice.
 
         Raises:
@@ -182,7 +190,11 @@ class Owning:
             copy.digests[index] = copy.digests[index] or digests.get(piece.key, b"")
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """Returns the buffer numbers (a byte per chunk) and digests of a pinned copy.
+        """Returns where a pinned copy is in memory, and its digests.
+
+        Returns:
+            The number of each chunk's buffer, a byte per chunk; and for each slice its
+            digests, 16 bytes per chunk.
 
         Raises:
             KeyError: the pin has ended.
@@ -191,7 +203,11 @@ class Owning:
         return copy.buffers.tobytes(), list(copy.digests)
 
     def unpin(self, pin: int) -> None:
-        """Ends the pin with the number `pin`."""
+        """Ends the pin with the number `pin`; its memory may then be reused.
+
+        Raises:
+            KeyError: the pin has ended.
+        """
         self.pool.release(self.pins.pop(pin)[1])
 
     # ---------------------------------------------------------------- restore
@@ -202,16 +218,16 @@ class Owning:
         """Makes a copy of a step from those slices in memory that match the commit.
 
         Args:
-            step: the step.
+            step: the step to restore.
             expected: the commit's digests of every slice; None for a slice that is not
                 in the commit and will be assembled from other slices.
-            items: the items of the step.
+            items: the JSON values saved beside the arrays of the step.
             read: whether slices with the expected digests are also read and checked.
 
         Returns:
             The indices of the slices that are missing or do not match, and so must be
-            fetched or assembled. Each slice has new buffers, which no other copy uses.
-            The caller then writes the buffers and calls `restored`.
+            fetched or assembled. Each has memory that no other copy uses. The caller
+            then writes this memory and calls `restored`.
         """
         old = self.copies.get(step) or self._nothing()
         known: Read = {}
@@ -240,17 +256,16 @@ class Owning:
         return [index for index in lacking if not copy.digests[index]]
 
     def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
-        """Copies a slice of a step from `source`, which is other memory of this host.
+        """Writes the slice at `index` of a step's copy from other memory, `source`.
 
-        `index` is the index of the slice. Records `digests` as the slice's digests
-        without a check.
+        Records `digests` as the slice's digests without a check.
         """
         copy = self.copies[step]
         self.pool.parts(copy, index).fill(source)
         copy.digests[index] = digests
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records the digests of slices that were just written to a copy's buffers.
+        """Records the digests of slices that were just written to a step's copy.
 
         `digests` maps slice key to digests, which are recorded without a check.
         """

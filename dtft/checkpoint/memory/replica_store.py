@@ -28,8 +28,9 @@ from dtft.checkpoint.state import Chunks, Layout, Parts, Slice
 class HeldCopies:
     """A host's copies of its own and its peers' slices. Not thread-safe.
 
-    Lists the copies that can be sent, the copies with their digests, and the copies
-    that a restore can take from this host.
+    A host's own slices are those of its slot in the job. Lists the copies that can be
+    sent, the copies with their digests, and the copies that a restore can take from
+    this host.
     """
 
     def __init__(self, own: Owning, hosting: Hosting) -> None:
@@ -56,9 +57,10 @@ class HeldCopies:
             yield self._hosting.pools[source], copy
 
     def listed(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Lists key, memory and recorded digests of every slice of `step` on this host.
+        """Lists (slice key, memory, recorded digests) for the slices of `step` here.
 
-        The memory is not read. Slices with a chunk known to be corrupt are left out.
+        The memory is not read. Slices with a chunk (a part of their bytes) known to be
+        corrupt are left out.
         """
         return [
             (piece.key, parts, digests)
@@ -69,7 +71,8 @@ class HeldCopies:
     def sendable(self, step: int) -> dict[str, Parts]:
         """Maps slice key to memory, for all slices of `step` that can be sent to peers.
 
-        The memory is not read. Pinned copies are included.
+        The memory is not read. Copies that are kept only for an export to storage
+        (pinned) are included, corrupt slices are not.
         """
         found = {key: parts for key, parts, _ in self.listed(step)}
         for pinned, copy in self._own.pins.values():
@@ -97,14 +100,14 @@ class HeldCopies:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool
     ) -> list[Slice]:
-        """Makes a copy of the own slices of `step` from slices in this host's memory.
+        """Makes a copy of this host's own slices of `step` from slices in its memory.
 
         Uses own slices, and slices kept for peers, whose digests are those in
-        `digests`.
+        `digests`. For the arguments, see `ReplicaStore.begin_restore`.
 
         Returns:
-            The own slices that must be fetched or assembled. For the arguments, see
-            `ReplicaStore.begin_restore`.
+            The own slices that are still missing, and so must be fetched from peers, or
+            assembled from pieces of other slices.
         """
         own_slices = self._own.pool.chunks.slices
         expected = [digests.get(piece.key) for piece in own_slices]
@@ -157,9 +160,16 @@ class ReplicaStore:
         chunk_bytes: int,
         reserved: Arena | None = None,
     ) -> None:
-        """Reserves the arena at `path`, or takes over `reserved` if it is large enough.
+        """Reserves shared memory (an arena) at `path` for the copies; has no copy yet.
 
-        A smaller `reserved` is removed.
+        Args:
+            layout: mesh and leaves, which decide the slices of every slot.
+            slot: the slot of this host.
+            placement: which slots' slices are kept as copies by the hosts of others.
+            path: the file of the arena.
+            chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
+            reserved: an arena that is used instead if it is large enough, and otherwise
+                removed.
 
         Raises:
             OSError: too little memory; the message has the bytes needed and available.
@@ -196,7 +206,10 @@ class ReplicaStore:
     # ------------------------------------------------------------- own slices
 
     def begin_stage(self, step: int) -> Room:
-        """Takes a free buffer for every chunk of this host's own slices of `step`.
+        """Takes memory for this host's own slices of `step`, which the trainer writes.
+
+        Every chunk (a part of a slice's bytes) gets a free buffer. A step that was
+        begun before and not recorded by `staged` is cancelled.
 
         Raises:
             RuntimeError: all buffers of a chunk are in use, because a commit or an
@@ -213,34 +226,48 @@ class ReplicaStore:
         Args:
             step: the step, after its `begin_stage`.
             digests: digests of each own slice; empty for a slice that was not copied.
-            items: the items (data position and so on) of the step.
+            items: the JSON values of the step, such as the data position.
             kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
-                `Room.base` and shares its buffer. b"" if every chunk was written.
+                the step `Room.base` and shares its buffer. b"" if every chunk was
+                written.
         """
         with self._lock:
             self._own.staged(step, digests, items, kept)
 
     def own_parts(self, step: int, piece: Slice) -> Parts:
-        """Returns the memory of one own slice of a step, to read or to fetch into."""
+        """Returns the memory of one of this host's own slices, to read or to write.
+
+        Raises:
+            KeyError: this host has no copy of its own slices at `step`.
+        """
         with self._lock:
             pool = self._own.pool
             return pool.parts(self._own.copies[step], pool.index[piece])
 
     def own_digests(self, step: int, slices: Sequence[Slice]) -> list[bytes]:
-        """Returns digests of some own slices, 16 bytes per chunk.
+        """Returns the digests of some of this host's own slices, 16 bytes per chunk.
 
         The digests of a slice that was not copied are b"".
+
+        Raises:
+            KeyError: this host has no copy of its own slices at `step`.
         """
         with self._lock:
             known, index = self._own.copies[step].digests, self._own.pool.index
             return [known[index[piece]] for piece in slices]
 
     def all_own_digests(self, step: int) -> list[bytes]:
-        """Returns digests of all own slices of a staged or restored step."""
+        """Returns the digests of all own slices at `step`; see `own_digests`."""
         return self.own_digests(step, self.own_slices)
 
     def own_buffers(self, step: int) -> bytes:
-        """Returns the buffer numbers of a step's own slices, one byte per chunk."""
+        """Returns where this host's own slices of a step are in its shared memory.
+
+        The result is the number of each chunk's buffer, one byte per chunk.
+
+        Raises:
+            KeyError: this host has no copy of its own slices at `step`.
+        """
         with self._lock:
             return self._own.copies[step].buffers.tobytes()
 
@@ -251,8 +278,11 @@ class ReplicaStore:
 
         Args:
             step: the step.
-            push: a push of this host.
+            push: the own slices that this host sends to one peer.
             numbers: chunk numbers, counted through the slices of the push.
+
+        Raises:
+            KeyError: this host has no copy of its own slices at `step`.
         """
         with self._lock:
             buffers, sent = self._own.copies[step].buffers, self._sent[push.target]
@@ -270,7 +300,7 @@ class ReplicaStore:
     # ---------------------------------------------------------- hosted slices
 
     def has_received(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
-        """Whether this host has a verified copy with these digests.
+        """Whether this host has a verified copy of a peer's slices with these digests.
 
         Args:
             step: the step of the copy.
@@ -296,11 +326,11 @@ class ReplicaStore:
             The state of the push, which all its connections share. None if the
             connection is refused, which has one of these reasons:
 
-            * The placement has no push from `source` to this host.
+            * This host is not to keep copies for `source`.
             * The number of digests is wrong.
             * A copy of the same step and slot is complete; it is never overwritten.
             * Another connection carries other digests for this step and slot.
-            * A chunk has no free buffer.
+            * There is no free memory (buffer) for a chunk.
         """
         with self._lock:
             return self._hosting.begin(step, source, digests)
@@ -310,6 +340,12 @@ class ReplicaStore:
     ) -> bool:
         """Turns a push into a copy if all its chunks were received and verified.
 
+        Args:
+            step: the step of the push.
+            source: the sending slot.
+            receiving: the push, from `begin_receive`.
+            items: the JSON values saved beside the arrays of the step.
+
         Returns:
             Whether this call made the copy. True at most once for a push, and never
             for a push that was dropped.
@@ -318,7 +354,7 @@ class ReplicaStore:
             return self._hosting.conclude(step, source, receiving, items)
 
     def end_receive(self, step: int, source: int, receiving: Receiving) -> None:
-        """Removes a connection from a push; called once for each admitted connection.
+        """Removes one connection, admitted by `begin_receive`, from a push.
 
         After the last connection of an incomplete push, only the verified chunks stay,
         for the next connection. A push that was given up keeps no chunk.
@@ -349,21 +385,36 @@ class ReplicaStore:
             self._hosting.drop(needed)
 
     def pin(self, step: int) -> int:
-        """Keeps the own copy of `step` until `unpin`; returns the pin's number.
+        """Keeps the bytes of this host's own slices of `step` until `unpin`.
+
+        They stay while an export to storage reads them, even if the step is dropped.
+
+        Returns:
+            A number that identifies this pin.
 
         Raises:
-            KeyError: this host has no copy of the step.
+            KeyError: this host has no copy of its own slices at `step`.
         """
         with self._lock:
             return self._own.pin(step)
 
     def unpin(self, pin: int) -> None:
-        """Ends the pin with the number `pin`."""
+        """Ends the pin with the number `pin`; its memory may then be reused.
+
+        Raises:
+            KeyError: the pin has ended.
+        """
         with self._lock:
             self._own.unpin(pin)
 
     def pinned(self, pin: int) -> tuple[bytes, list[bytes]]:
-        """Returns the buffer numbers (a byte per chunk) and digests of a pinned copy.
+        """Returns where a pinned copy is in shared memory, and its digests.
+
+        `pin` is a number from the method `pin`.
+
+        Returns:
+            The number of each chunk's buffer, a byte per chunk; and for each own slice
+            its digests, 16 bytes per chunk.
 
         Raises:
             KeyError: the pin has ended.
@@ -372,7 +423,9 @@ class ReplicaStore:
             return self._own.pinned(pin)
 
     def complete_pin(self, pin: int) -> tuple[dict[Slice, Parts], int]:
-        """Takes buffers for the own slices that a pinned copy lacks.
+        """Takes memory for the own slices that a pinned copy lacks.
+
+        `pin` is a number from the method `pin`.
 
         Returns:
             The memory of each missing slice, and the number of a second pin, which
@@ -389,7 +442,8 @@ class ReplicaStore:
     def completed(self, pin: int, digests: Mapping[str, bytes]) -> None:
         """Records that slices which a pinned copy lacked were fetched and verified.
 
-        `digests` maps slice key to digests, for each fetched slice.
+        `pin` is a number from the method `pin`. `digests` maps slice key to digests,
+        for each fetched slice.
 
         Raises:
             KeyError: the pin has ended.
@@ -402,7 +456,7 @@ class ReplicaStore:
     def holdings(
         self, read: bool = True
     ) -> tuple[dict[int, dict[str, bytes]], list[str]]:
-        """Lists the good and the corrupt slices of all steps on this host.
+        """Lists the good and the corrupt copies of slices, of all steps on this host.
 
         Peers' copies that are corrupt are dropped, so that peers can send them again.
 
@@ -427,9 +481,10 @@ class ReplicaStore:
             return self._held.steps()
 
     def copies(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Lists key, memory and recorded digests of every slice of `step` on this host.
+        """Lists (slice key, memory, recorded digests) for the slices of `step` here.
 
-        The memory is not read. Slices with a chunk known to be corrupt are left out.
+        The memory is not read. Slices with a chunk (a part of their bytes) known to be
+        corrupt are left out.
         """
         with self._lock:
             return self._held.listed(step)
@@ -440,7 +495,7 @@ class ReplicaStore:
         The memory is not read.
 
         Raises:
-            KeyError: `here` has no memory for one of the keys.
+            KeyError: this host has no copy of one of the slices that can be sent.
         """
         here = self.here(step)
         return [here[key] for key in keys]
@@ -448,7 +503,8 @@ class ReplicaStore:
     def here(self, step: int) -> dict[str, Parts]:
         """Maps slice key to memory, for all slices of `step` that can be sent to peers.
 
-        The memory is not read. Pinned copies are included.
+        The memory is not read. Copies that are kept only for an export to storage
+        (pinned) are included, corrupt slices are not.
         """
         with self._lock:
             return self._held.sendable(step)
@@ -458,30 +514,30 @@ class ReplicaStore:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
     ) -> list[Slice]:
-        """Drops all other steps, and makes a copy of the own slices of `step`.
+        """Drops all other steps, and makes a copy of this host's own slices of `step`.
 
         The copy has the slices in this host's memory that match the digests.
 
         Args:
             step: the step to restore.
-            digests: slice key to digests. An own slice without digests is not in the
-                commit and will be assembled from slices of the commit.
-            items: the items of the commit.
+            digests: slice key to digests in the commit. An own slice without digests is
+                not in the commit and will be assembled from slices of the commit.
+            items: the JSON values saved beside the arrays of the step.
             read: whether matching own slices are also read and checked. Otherwise only
                 their recorded digests are compared, and the loader of a slice must
                 verify it.
 
         Returns:
             The own slices that are missing or do not match, and so must be fetched or
-            assembled. Each slice has new buffers. The caller then writes the buffers
-            and calls `restored`.
+            assembled. The caller then writes each into its memory (`own_parts`) and
+            calls `restored`.
         """
         with self._lock:
             self.keep_only({step})
             return self._held.begin_restore(step, digests, items, read)
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records the digests of own slices that were just written to their buffers.
+        """Records the digests of own slices that a restore has just written.
 
         `digests` maps slice key to digests, which are recorded without a check.
         """
@@ -489,6 +545,6 @@ class ReplicaStore:
             self._own.restored(step, digests)
 
     def close(self) -> None:
-        """Unmaps the arena and removes its file."""
+        """Unmaps the shared memory and removes its file."""
         self.arena.close()
         self.arena.unlink()

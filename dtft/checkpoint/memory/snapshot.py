@@ -39,7 +39,7 @@ from dtft.checkpoint.state import (
 )
 
 NICENESS = 5
-"""Niceness of the threads that copy slices out of an arena."""
+"""Niceness of the threads that copy slices out of shared memory."""
 RANGE_BYTES = 16 << 20
 """Bytes copied at a time by one thread; a larger chunk is copied whole."""
 _AHEAD_BYTES = 64 << 20
@@ -62,7 +62,7 @@ def copied_out(
     Args:
         sources: of each slice, its bytes in pieces of whole chunks.
         digests: of each slice, 16 bytes per chunk.
-        chunk_bytes: bytes under one digest.
+        chunk_bytes: size of a chunk in bytes.
 
     Returns:
         [bytes] uint8 per slice, aligned for XLA; and the ascending indices of the
@@ -120,7 +120,7 @@ def _is_loaded(
         source: the bytes of the slice.
         target: [bytes] uint8, memory for the whole slice.
         digests: of the whole slice, 16 bytes per chunk.
-        chunk_bytes: bytes under one digest.
+        chunk_bytes: size of a chunk in bytes.
 
     Returns:
         Whether the copied chunks match their digests.
@@ -137,10 +137,11 @@ def _is_loaded(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
-    """The digests of a step's slices, and which of the step's chunks did not change.
+    """The digests of a step's slices, and which of their chunks did not change.
 
-    The trainer keeps this object until the next snapshot, which compares the digests of
-    its chunks with the digests here.
+    A chunk is a part of a slice's bytes; each chunk has its own digest. The trainer
+    keeps this object until the next snapshot, which compares the digests of its chunks
+    with the digests here.
     """
 
     step: int
@@ -156,15 +157,22 @@ class CorruptCopy(RuntimeError):
 
 
 class SnapshotPlan:
-    """A plan for copying the slices of a slot between devices and the arena.
+    """A plan for copying the slices of a slot between devices and shared memory.
 
-    The offsets of the slices are computed once per layout. `write` then only copies and
-    digests. A large state is copied by several threads (see `copying_threads`), because
-    one core cannot use the whole bandwidth of the memory.
+    The shared memory (arena) belongs to this host's agent. The offsets of the slices
+    are computed once per layout. `write` then only copies and digests. A large state is
+    copied by several threads (see `copying_threads`), because one core cannot use the
+    whole bandwidth of the memory.
     """
 
     def __init__(self, layout: Layout, slot: int, chunk_bytes: int) -> None:
-        """Lays out the slices of `slot` side by side, in the layout's order."""
+        """Computes the slices of `slot`, their chunks and the chunks' offsets.
+
+        Args:
+            layout: mesh and leaves, which decide the slices of every slot.
+            slot: the slot (position in the job) of this host.
+            chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
+        """
         self.slices: tuple[Slice, ...] = layout.slices(slot)
         self.chunks = Chunks.of(self.slices, chunk_bytes)
         sizes = [piece.nbytes for piece in self.slices]
@@ -184,12 +192,13 @@ class SnapshotPlan:
         base: Snapshot | None = None,
         copied: np.ndarray | None = None,
     ) -> Snapshot:
-        """Copies every slice to the arena, except chunks that stay unchanged.
+        """Copies every slice to shared memory, except chunks that stay unchanged.
 
-        A chunk that did not change at the last snapshot is first only digested, and
-        copied if its digest differs from that of the last snapshot. Every other chunk
-        is copied and digested in one pass. If its digest equals that of the last
-        snapshot, the chunk counts as unchanged and keeps its old buffer.
+        A chunk (a part of a slice's bytes) that did not change at the last snapshot is
+        first only digested, and copied if its digest differs from that of the last
+        snapshot. Every other chunk is copied and digested in one pass. If its digest
+        equals that of the last snapshot, the chunk counts as unchanged and keeps its
+        old buffer.
 
         Equal digests (xxh3-128) are taken for equal bytes: a change is missed by
         accident with a probability of 2^-128. The buffer of an unchanged chunk is not
@@ -199,10 +208,10 @@ class SnapshotPlan:
             step: number of the step.
             arrays: leaf path to a ready global array, or to a numpy array that every
                 process has whole.
-            memory: the arena, from its start.
-            buffers: [chunks] uint8, a free buffer for each chunk.
-            base: the last snapshot, if the arena still holds it. Without it, all
-                chunks are copied.
+            memory: the whole shared memory (arena) of this host's agent.
+            buffers: [chunks] uint8, the number of a free buffer for each chunk.
+            base: the last snapshot, if the shared memory still holds it. Without it,
+                all chunks are copied.
             copied: [slices] bool, which slices to copy; by default all.
 
         Returns:
@@ -251,7 +260,11 @@ class SnapshotPlan:
     def _views(
         self, ranges: Iterable[Range], arrays: Mapping[str, HostOrDevice]
     ) -> Iterator[list[memoryview]]:
-        """Yields the bytes of each range's parts, in order.
+        """Yields, for each range, the bytes of its parts (byte ranges of slices).
+
+        Args:
+            ranges: parts of this slot's slices, slice by slice.
+            arrays: leaf path to array, as for `write`.
 
         Raises:
             ValueError: a slice is not on this host's devices.
@@ -295,14 +308,14 @@ class SnapshotPlan:
         known: bytes,
         calm: Sequence[bool],
     ) -> list[bytes]:
-        """Copies chunks of a slice to the arena, except those that stay unchanged.
+        """Copies chunks of a slice to shared memory, except those that stay unchanged.
 
         A calm chunk (one that was unchanged in the last snapshot) is digested first,
         and copied only if its digest changed. The other chunks are always copied.
 
         Args:
             raw: the bytes of the chunks.
-            memory: the arena.
+            memory: the shared memory, from its start.
             where: the offset in `memory` of the buffer of each chunk.
             known: digests of the chunks in the last snapshot, and possibly of later
                 chunks; b"" if unknown.
@@ -344,6 +357,8 @@ class SnapshotPlan:
     def copied(self, packed: bytes) -> np.ndarray | None:
         """Unpacks the agent's flags of the slices that this host copies at a step.
 
+        If several hosts own equal slices, each may copy only some of them.
+
         Returns:
             [slices] bool. None if `packed` is empty: then all slices are copied.
         """
@@ -364,11 +379,11 @@ class SnapshotPlan:
         digests: Sequence[bytes],
         abstract: Mapping[str, jax.ShapeDtypeStruct],
     ) -> dict[str, Any]:
-        """Builds the global arrays from an arena, and verifies every digest.
+        """Builds the global arrays from shared memory, and verifies every digest.
 
         Args:
-            memory: the arena, from its start.
-            buffers: [chunks] uint8, the buffer of each chunk.
+            memory: the whole shared memory (arena) with the copies.
+            buffers: [chunks] uint8, the number of each chunk's buffer there.
             digests: of every slice, 16 bytes per chunk.
             abstract: leaf path to shape, dtype and sharding. A leaf without a sharding
                 becomes a numpy array.
@@ -377,7 +392,8 @@ class SnapshotPlan:
             Leaf path to array.
 
         Raises:
-            CorruptCopy: names the first slice whose bytes do not match.
+            CorruptCopy: a slice does not match its digests; the message names the first
+                such slice.
         """
         assert not (buffers == ABSENT).any(), "a restore brings every own slice"
         sources = [

@@ -24,9 +24,11 @@ in this buffer with this digest."""
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """Result of reading one chunk in every buffer that some copy uses for it.
+    """Result of reading one chunk (part of a slice's bytes) wherever copies have it.
 
-    A buffer in which the chunk is known to be corrupt is not read.
+    Copies of several steps share a buffer if the chunk did not change, else they have
+    it in different buffers. A buffer in which the chunk is known to be corrupt is not
+    read.
     """
 
     nbytes: int
@@ -37,10 +39,10 @@ class ChunkRead:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedCopies:
-    """Result of reading all copies of one replica store."""
+    """Result of reading all copies of slices on one host."""
 
     copies: int
-    """The number of slices in all copies; a shared slice counts for each step."""
+    """The number of slices in all copies; a slice counts once for each step."""
     nbytes: int
     """Bytes read; a buffer that steps share is read once."""
     held: Mapping[int, Mapping[str, bytes]]
@@ -53,10 +55,10 @@ class VerifiedCopies:
 
 
 class CopyVerifier:
-    """A verifier of all chunks of one replica store. Thread-safe.
+    """Reads and checks all copies of slices on one host. Thread-safe.
 
-    The chunks are numbered from 0. They are read without the store's lock. Only a chunk
-    that seems corrupt is read again with the lock held.
+    The slices' chunks (parts of their bytes) are numbered from 0. They are read without
+    the store's lock. Only a chunk that seems corrupt is read again with the lock held.
     """
 
     def __init__(self, own: Owning, hosting: Hosting, lock: threading.RLock) -> None:
@@ -69,7 +71,7 @@ class CopyVerifier:
 
     @property
     def num_chunks(self) -> int:
-        """The number of chunks of all slices, however many buffers a chunk has."""
+        """The number of chunks of all slices, however many copies a chunk has."""
         return sum(pool.chunks.num_chunks for _, pool in self._pools)
 
     @property
@@ -87,7 +89,7 @@ class CopyVerifier:
         return total
 
     def known(self) -> list[str]:
-        """Lists the slices known to be corrupt and not dropped, as "step 12: KEY"."""
+        """Lists the slices found corrupt and not dropped since, as "step 12: KEY"."""
         return _told(self._known())
 
     def _known(self) -> set[tuple[int, str]]:
@@ -148,9 +150,13 @@ class CopyVerifier:
         )
 
     def read(self, number: int) -> ChunkRead:
-        """Reads and checks one chunk in every buffer that some copy uses for it.
+        """Reads and checks one chunk wherever copies of some step have it.
 
-        Buffers in which the chunk is known to be corrupt are not read.
+        Copies that share the chunk's memory (buffer) are read once. Buffers in which
+        the chunk is known to be corrupt are not read.
+
+        Args:
+            number: the chunk's number, from 0 to before `num_chunks`.
 
         Raises:
             IndexError: `number` is not below `num_chunks`.
@@ -181,8 +187,8 @@ class CopyVerifier:
             source: the slot that sent the copies; None for own copies.
             pool: the pool of these copies.
             number: number of the chunk in the pool.
-            at: the buffer and its right digest. The chunk is not marked if no copy has
-                this buffer with this digest any more.
+            at: the number of the chunk's buffer, and the right digest. The chunk is not
+                marked if no copy has it in this buffer with this digest any more.
 
         Returns:
             (step, slice key) of each copy that uses the corrupt chunk.
@@ -197,13 +203,16 @@ class CopyVerifier:
         return [(step, key) for step in sorted(set(steps))]
 
     def _kept(self, source: int | None, pool: ChunkPool, number: int) -> Kept:
-        """Finds the buffers of a chunk in the copies of slot `source`'s slices.
+        """Finds the buffers that copies of several steps use for one chunk.
 
-        None for `source` means this host's own slices.
+        Args:
+            source: the slot that sent the copies; None for this host's own slices.
+            pool: the pool of these copies.
+            number: number of the chunk in the pool.
 
         Returns:
-            Each buffer that is not known to be corrupt, with the digest that was
-            recorded for it, to the steps whose copies use it.
+            Each buffer in which the chunk is not known to be corrupt, with the digest
+            that was recorded for it, to the steps whose copies use it.
         """
         (index,) = pool.chunks.owners_of([number])
         start = (number - int(pool.chunks.first[index])) * DIGEST_BYTES
@@ -218,7 +227,8 @@ class CopyVerifier:
     def _by_step(self) -> dict[int, list[tuple[ChunkPool, Copy]]]:
         """Maps each step to its copies, each copy with its pool.
 
-        Leaves out copies that only a pin keeps, and steps whose copies have no slice.
+        Leaves out copies that are kept only for an export (pinned), and steps whose
+        copies have no slice.
         """
         found: dict[int, list[tuple[ChunkPool, Copy]]] = {}
         for step, copy in self._own.copies.items():
