@@ -58,7 +58,8 @@ class CopyVerifier:
     """Reads and checks all copies of slices on one host. Thread-safe.
 
     The slices' chunks (parts of their bytes) are numbered from 0. They are read without
-    the store's lock. Only a chunk that seems corrupt is read again with the lock held.
+    holding the lock of the `ReplicaStore`. Only a chunk that seems corrupt is read
+    again with the lock held.
     """
 
     def __init__(self, own: Owning, hosting: Hosting, lock: threading.RLock) -> None:

@@ -85,7 +85,8 @@ ABSENT = 255
 class Chunks:
     """The chunks of some slices, numbered slice by slice, and their offsets in memory.
 
-    A chunk never crosses slices. A slice of at most `chunk_bytes` bytes is one chunk.
+    A chunk is a contiguous part of a slice's bytes that has its own digest. It never
+    crosses slices, and a slice of at most `chunk_bytes` bytes is one chunk.
 
     The memory is divided into areas of equal size, and every area has room for every
     chunk. The room for a chunk in area p is called buffer p of the chunk. A step uses
@@ -162,13 +163,13 @@ class Chunks:
         return np.repeat(chosen, np.diff(self.first))
 
     def owners_of(self, numbers: Sequence[int]) -> set[int]:
-        """Returns the indices of the slices that contain the chunks `numbers`."""
+        """Returns the indices of the slices that have the chunks of these numbers."""
         return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
 
     def chunk(self, memory: memoryview, buffer: int, number: int) -> memoryview:
         """Returns a view of chunk `number` in its buffer `buffer`.
 
-        `memory` is the memory of all areas, from the start of area 0.
+        `memory` has buffer 0 of every chunk, then buffer 1 of every chunk, and so on.
         """
         start = buffer * self.nbytes + int(self.starts[number])
         return memory[start : start + int(self.sizes[number])]
@@ -177,9 +178,10 @@ class Chunks:
         """Returns the memory of one slice at one step, in as few pieces as possible.
 
         Args:
-            memory: the memory of all areas, from the start of area 0.
+            memory: buffer 0 of every chunk, then buffer 1 of every chunk, and so on.
             buffers: [chunks] uint8, the number of each chunk's buffer at this step.
-            index: index of the slice; none of its chunks may be `ABSENT`.
+            index: index of the slice; all its chunks must be in memory, so none may
+                have `ABSENT` for its buffer.
         """
         numbers = self.numbers(index)
         mine = buffers[numbers]
@@ -238,7 +240,8 @@ Such a copy takes microseconds, less than making numpy arrays of source and targ
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
     """Computes the digests of all chunks of a buffer, concatenated.
 
-    An empty buffer has one empty chunk.
+    Every chunk has `chunk_bytes` bytes, except that the last one may have fewer, and a
+    digest of 16 bytes (xxh3-128). An empty buffer has one empty chunk.
 
     >>> len(chunk_digests(b"four chunks", chunk_bytes=3))
     64
@@ -320,7 +323,7 @@ def copy_chunk(source: memoryview, target: memoryview) -> bytes:
 THREADS = 4
 """Largest number of threads that copy slices into or out of an arena."""
 THREAD_BYTES = 16 << 20
-"""Bytes for which one more thread pays."""
+"""Bytes per thread: a copy of fewer bytes is not worth one more thread."""
 
 
 def copying_threads(nbytes: int) -> int:
@@ -404,7 +407,11 @@ def equal_chunks(one: bytes, other: bytes) -> np.ndarray:
 def check_copies(
     copies: Iterable[tuple[str, Parts, bytes]], chunk_bytes: int
 ) -> tuple[dict[str, bytes], list[str]]:
-    """Reads copies, given as (key, bytes, expected digests), and checks the digests.
+    """Reads copies of slices and compares their digests with the expected digests.
+
+    Args:
+        copies: (slice key, bytes, expected digests) of each copy.
+        chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
 
     Returns:
         A map from the key of each good copy to its digests, and the keys of the corrupt

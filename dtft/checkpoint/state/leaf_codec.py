@@ -36,7 +36,8 @@ _PYTHON = {"bool": bool, "int": int, "float": float}
 def copy_leaf(value: Any, record: LeafRecord, target: memoryview, chunk: int) -> bytes:
     """Copies the bytes of a leaf into `target`; returns the digests of its chunks.
 
-    The digests are concatenated, 16 bytes for each `chunk` bytes.
+    `record` is the leaf's kind, shape and dtype. The digests are concatenated, 16 bytes
+    for each `chunk` bytes of the leaf.
 
     Keeps neither a reference to the leaf nor a view of the leaf. `np.asarray` of a CPU
     array would keep a view, and a view silently cancels donation.
@@ -57,12 +58,12 @@ def is_leaf_unchanged(
 
     Args:
         value: the leaf.
-        record: the record of the leaf.
+        record: the leaf's kind, shape and dtype.
         saved: the saved bytes.
         digests: the digests of `saved`. A leaf in one piece is compared with the
             digests: equal digests (xxh3-128) count as equal bytes. A leaf in several
             shards is compared with the bytes `saved`.
-        chunk: bytes under one digest.
+        chunk: size of a chunk in bytes; every chunk has its own digest.
     """
     parts = _parts(value, record)
     if isinstance(parts, memoryview):
@@ -197,7 +198,10 @@ def stated_sharding(target: Any) -> Any:
 
 
 def kind_wanted(target: Any, record: LeafRecord) -> str:
-    """Returns the `Kind` to which a leaf is restored for the user's `target`.
+    """Returns the kind of value to which a leaf is restored for the user's `target`.
+
+    This is "array" (jax array), "key" (PRNG key), "numpy", "scalar" (numpy scalar),
+    "bool", "int" or "float"; the saved kind if `target` is None.
 
     Raises:
         ValueError: a leaf cannot be restored to the type of the target.
@@ -458,7 +462,8 @@ def restore_result(
             nor `RestoreTarget.fallback` gives one.
 
     Raises:
-        ValueError: as `as_wanted`.
+        ValueError: a target has another shape, dtype or type than the saved leaf, or
+            jax would narrow a 64-bit dtype.
     """
     items: dict[str, Any] = {}
     for name, item in wanted.items():
@@ -485,8 +490,9 @@ def restore_result(
 def item_metadata(record: Record, shardings: Sequence[Any]) -> Any:
     """Returns the saved tree with a `jax.ShapeDtypeStruct` for every leaf.
 
-    For a save of named items, returns a Composite of such trees, without the JSON
-    items.
+    `shardings` has the sharding of each struct, or None, in the order of
+    `record.leaves`. For a save of named items, returns a Composite of such trees,
+    without the JSON items.
     """
     structs = [
         struct_of(leaf, sharding)

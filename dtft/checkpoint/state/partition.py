@@ -127,7 +127,12 @@ def normal_spec(mesh: MeshLayout, leaf: Leaf) -> Spec:
 
 
 def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
-    """Maps each spec of `normal_spec` to its leaves' positions in `layout.leaves`."""
+    """Groups the leaves of a layout by how they are divided over its mesh.
+
+    Returns:
+        Partition spec, in the form that `normal_spec` gives it, to the positions in
+        `layout.leaves` of the leaves with this spec.
+    """
     found: dict[Spec, list[int]] = {}
     for index, leaf in enumerate(layout.leaves):
         found.setdefault(normal_spec(layout.mesh, leaf), []).append(index)
@@ -135,7 +140,7 @@ def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
 
 
 def partition_of(mesh: MeshLayout, spec: Spec) -> Partition:
-    """Computes how leaves with the normal spec `spec` are divided over a mesh.
+    """Computes how leaves with a partition spec from `normal_spec` are divided.
 
     >>> mesh = MeshLayout(
     ...     axis_names=("replica", "fsdp"), axis_sizes=(2, 2), slots=(0, 1, 2, 3)
@@ -169,13 +174,17 @@ def nbytes_of(leaf: Leaf) -> int:
 
 
 EVEN_ROWS = 64
-"""`LeafBundle.rows` cuts a cell along the first dim with at least this many elements:
-so many rows can be cut into pieces of about equal size."""
+"""`LeafBundle.rows` cuts a cell (the overlap of an old and a new part of a leaf) along
+the first dim with at least this many elements: so many rows can be cut into pieces of
+about equal size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A piece of an old slice that becomes a piece of a new slice."""
+    """A piece of an old slice that becomes a piece of a new slice.
+
+    Slices change if a job continues on another mesh.
+    """
 
     old: Slice
     """The committed slice to read the bytes from."""
@@ -283,7 +292,7 @@ class LeafBundle:
 
     @property
     def nbytes(self) -> np.ndarray:
-        """[cells] int64: bytes of each cell over all leaves."""
+        """[cells] int64: bytes of each cell, summed over the leaves of the bundle."""
         return self.cells.volume * self.ends[-1]
 
     @functools.cached_property
@@ -301,10 +310,11 @@ class LeafBundle:
         return shapes, units
 
     def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Chooses the dim along which each of n cells of leaves is cut.
+        """Chooses for n pairs of a leaf and a cell the dim along which to cut.
 
-        It is the first dim along which the cell has at least `EVEN_ROWS` elements. If
-        there is no such dim, it is the dim along which the cell has most elements.
+        A cell is the overlap of an old and a new part of the leaf. The dim is the first
+        dim along which the cell has at least `EVEN_ROWS` elements. If there is no such
+        dim, it is the dim along which the cell has most elements.
 
         Args:
             leaf: [n] position in `leaves`.
@@ -326,18 +336,19 @@ class LeafBundle:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Finds the nearest allowed cuts of a cell before and after an offset.
 
-        A cell can be cut between two leaves. It can also be cut between two rows of a
-        leaf, along the dim from `rows`, if the leaf has more than `grain` bytes in the
-        cell.
+        A cell is the overlap of an old and a new part of every leaf of the bundle; its
+        bytes are those in the first leaf, then those in the second leaf, and so on. It
+        can be cut between two leaves. It can also be cut between two rows of a leaf,
+        along the dim from `rows`, if the leaf has more than `grain` bytes in the cell.
 
         Args:
             cell: [n] position in `cells`.
-            offset: [n] bytes, each inside its cell.
-            grain: bytes up to which a leaf's cell stays whole.
+            offset: [n] offset in the cell in bytes, below the cell's size.
+            grain: bytes up to which one leaf's part of a cell is not cut.
 
         Returns:
-            ([n] at most `offset`, [n] at least `offset`), in bytes; both are equal if
-            the cell can be cut at `offset`.
+            [n] offset of the nearest cut at or before `offset`, [n] offset of the
+            nearest cut at or after it; both are `offset` if the cell can be cut there.
         """
         volume = self.cells.volume[cell]
         leaf = np.searchsorted(self.ends, offset // volume, side="right") - 1
@@ -348,14 +359,14 @@ class LeafBundle:
         return low, np.where(low == offset, low, low + step)
 
     def regions(self, cell: int, start: int, stop: int) -> Iterator[Region]:
-        """Yields the regions of a cell between two offsets, leaf by leaf.
+        """Yields the pieces of a cell between two offsets, leaf by leaf.
 
-        The offsets must be results of `cuts`.
+        A cell is the overlap of an old and a new part of every leaf of the bundle.
 
         Args:
             cell: position in `cells`.
-            start: offset in the cell in bytes.
-            stop: offset in the cell in bytes.
+            start: offset in the cell in bytes, a result of `cuts`.
+            stop: offset in the cell in bytes, a result of `cuts`.
         """
         volume = int(self.cells.volume[cell])
         first = int(np.searchsorted(self.ends, start // volume, side="right")) - 1
@@ -416,7 +427,7 @@ def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
 
     Args:
         regions: not empty, all cut from the same old slice.
-        chunk_bytes: bytes under one digest.
+        chunk_bytes: size of a chunk in bytes.
 
     >>> old = Slice(path="w", start=(0,), stop=(100,), dtype="int8")
     >>> moved = Slice(path="w", start=(30,), stop=(50,), dtype="int8")
@@ -443,7 +454,7 @@ def digests_in(digests: bytes, span: Span, chunk_bytes: int) -> bytes:
     Args:
         digests: of the whole slice, 16 bytes per chunk.
         span: the byte range, a result of `span_of`.
-        chunk_bytes: bytes under one digest.
+        chunk_bytes: size of a chunk in bytes.
     """
     first, last = span[0] // chunk_bytes, -(-span[1] // chunk_bytes)
     return digests[first * DIGEST_BYTES : last * DIGEST_BYTES]

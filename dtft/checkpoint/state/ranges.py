@@ -87,6 +87,10 @@ def range_memory(range_: Range, wanted: Sequence[WantedSlice]) -> list[memoryvie
     """Returns views of the memory that the bytes of a range are to be written to.
 
     The views are in the order of the bytes.
+
+    Args:
+        range_: byte ranges of `wanted` slices that one request fetches.
+        wanted: all slices of the fetch; `Part.index` is a position here.
     """
     return [
         piece
@@ -97,6 +101,13 @@ def range_memory(range_: Range, wanted: Sequence[WantedSlice]) -> list[memoryvie
 
 def not_right(range_: Range, wanted: Sequence[WantedSlice], chunk_bytes: int) -> Range:
     """Returns the chunks of a range whose bytes in memory do not match their digests.
+
+    Each is one `Part`; the result is () if all chunks match.
+
+    Args:
+        range_: byte ranges of `wanted` slices, whose bytes were received.
+        wanted: all slices of the fetch; `Part.index` is a position here.
+        chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
 
     >>> memory = bytearray(b"abcdef")
     >>> good = digests.chunk_digests(memory, 2)

@@ -29,7 +29,8 @@ tuple. ("n",) is None or an empty node of another type, such as `optax.EmptyStat
 def structure_of(treedef: Any) -> tuple[Structure, tuple[str, ...]]:
     """Returns the structure of a tree in Orbax's form, and the path of each leaf.
 
-    The paths are in tree order.
+    The structure consists of dicts and lists with numbers in place of leaves (see
+    `Structure`). The paths are in tree order; leaf i has the number i.
 
     Raises:
         ValueError: Orbax would give two leaves one name.
@@ -64,7 +65,7 @@ def leaves_of(
 ) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yields (keys from the root to the leaf, leaf number) for every leaf.
 
-    `keys` are the keys from the root to `structure`.
+    `keys` are the keys from the root of the whole tree to `structure`.
     """
     if structure[0] == "x":
         yield keys, structure[1]
@@ -177,7 +178,7 @@ class Record:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """A layout of the leaves in which a single slot owns every leaf whole."""
+        """The leaves as those of a job with one slot, which owns every leaf whole."""
         return _layout(self.leaves)
 
     def to_json(self) -> dict[str, Any]:
@@ -194,7 +195,10 @@ class Record:
         return cls(**{**raw, "leaves": tuple(leaves)})
 
     def tree(self, name: str, values: Sequence[Any] | Mapping[int, Any]) -> Any:
-        """Builds one item's tree as stock Orbax returns it, with `values` as leaves."""
+        """Builds the tree of item `name` as stock Orbax returns it.
+
+        `values[i]` is put in the place of `self.leaves[i]`.
+        """
         return build(self.structures[name], values)
 
 

@@ -76,7 +76,10 @@ class Leaf:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshLayout:
-    """A mesh without devices: axis names, axis sizes, and the slot at each position."""
+    """A mesh without device objects: axis names and sizes, and the slot of each device.
+
+    A slot is a numbered position in the job that one host fills.
+    """
 
     axis_names: tuple[str, ...]
     """Axis names, slowest-varying first."""
@@ -117,7 +120,10 @@ class MeshLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of the whole state: mesh, leaves and config."""
+    """The mesh and leaves of the whole state, and the config of the job.
+
+    Mesh and leaves decide which slices every slot owns.
+    """
 
     mesh: MeshLayout
     leaves: tuple[Leaf, ...]
@@ -137,8 +143,11 @@ class Layout:
     def slices(self, slot: int) -> tuple[Slice, ...]:
         """Returns the distinct slices that a slot owns, in leaf order then mesh order.
 
+        Returns () for a slot without devices.
+
         Raises:
-            ValueError, KeyError: as `slice_at`.
+            ValueError: a dim of a leaf cannot be divided evenly by its mesh axes.
+            KeyError: the mesh lacks an axis of a leaf's spec.
         """
         # Cached per slot: one of thousands of hosts needs only its own slices.
         if slot not in self._slices_by_slot:
@@ -154,12 +163,10 @@ class Layout:
         return {}
 
     def keys(self, slot: int) -> tuple[str, ...]:
-        """Returns the keys of `slices(slot)`.
+        """Returns the keys (`Slice.key`) of the slices that a slot owns.
 
-        Slots with equal slices get the same tuple object, which saves memory.
-
-        Raises:
-            ValueError, KeyError: as `slice_at`.
+        They are in the order of `slices(slot)`. Slots with equal slices get the same
+        tuple object, which saves memory. Raises the errors of `slices`.
         """
         if slot not in self._keys_by_slot:
             keys = tuple(piece.key for piece in self.slices(slot))
@@ -210,7 +217,9 @@ class Layout:
 
 
 def slice_at(mesh: MeshLayout, leaf: Leaf, position: Sequence[int]) -> Slice:
-    """Returns the slice of a leaf on the device at a mesh position.
+    """Returns the slice of a leaf on the device at a position in the mesh.
+
+    `position` has the device's coordinate along each mesh axis.
 
     Raises:
         ValueError: a dim cannot be divided evenly by its mesh axes.
