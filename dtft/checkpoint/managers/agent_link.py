@@ -3,9 +3,9 @@
 `attach` finds an agent for a user's process and attaches to it; a trainer started by
 the agent calls `hello`. Before any message, the agent and `attach` check that the
 process at the other end belongs to the same user or to root. A message is one msgpack
-map after a 4-byte length; the bytes of the state are in the arena and are never sent
-over the link. `Dialogue` is the trainer's side: every wait has a limit, and ends at
-once when the agent has ended.
+map after a 4-byte length; the bytes of the state are in memory that both share (the
+arena) and are never sent over the link. `Dialogue` is the trainer's side: every wait
+has a limit, and ends at once when the agent has ended.
 """
 
 import contextlib

@@ -463,7 +463,11 @@ class Reader:
             except Corrupt as error:
                 if chosen not in self._storing.steps and step is not None:
                     raise
-                logger.warning("%s", error)
+                logger.warning(
+                    "%s The step is restored from storage; without a copy there, an "
+                    "older step is restored.",
+                    error,
+                )
 
     def _from_memory(self, step: int, args: Any) -> Any:
         wanted = restore_targets(self._versions.get(step).record, args)

@@ -241,7 +241,7 @@ class ArenaMap:
         Args:
             layout: mesh and leaves, which decide the slices of every slot.
             slot: the slot (position in the job) of the host.
-            placement: which slots' slices are kept as copies by the hosts of others.
+            placement: which slots' slices are copied to the hosts of which other slots.
             chunk_bytes: size of a chunk in bytes.
         """
         own = Chunks.of(layout.slices(slot), chunk_bytes)

@@ -155,7 +155,7 @@ class Hosting:
         self.receiving: dict[tuple[int, int], Receiving] = {}
 
     def has(self, step: int, source: int, digests: Sequence[bytes]) -> bool:
-        """Whether there is a verified copy of slot `source` at `step`.
+        """Whether there is a verified copy of slot `source`'s slices at `step`.
 
         False if the copy has other digests than `digests`, which has 16 bytes per chunk
         for each slice of the push.

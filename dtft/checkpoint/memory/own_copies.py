@@ -150,7 +150,8 @@ class Owning:
     def complete(self, pin: int) -> tuple[dict[Slice, Parts], int]:
         """Takes memory for the slices that a pinned copy lacks.
 
-        `pin` is a number from `pin`, which keeps the copy's bytes for an export.
+        `pin` is a number from the method `pin`, which keeps the copy's bytes for an
+        export.
 
         Returns:
             The memory of each missing slice, and the number of a second pin, which
@@ -179,7 +180,7 @@ class Owning:
         """Records that slices which a pinned copy lacked were fetched and verified.
 
         Args:
-            pin: the number from `pin`, which keeps the copy's bytes.
+            pin: a number from the method `pin`, which keeps the copy's bytes.
             digests: slice key to digests, for each fetched slice.
 
         Raises:

@@ -145,9 +145,6 @@ class ReplicaStore:
 
     A slot is a position in the job; it owns some slices of the state. A push is the set
     of slices of one slot that are sent to a peer, which keeps a copy.
-
-    `own_parts`, `own_digests`, `all_own_digests`, `own_buffers` and `push_chunks` raise
-    KeyError for a step without a copy of the own slices.
     """
 
     def __init__(
@@ -165,7 +162,7 @@ class ReplicaStore:
         Args:
             layout: mesh and leaves, which decide the slices of every slot.
             slot: the slot of this host.
-            placement: which slots' slices are kept as copies by the hosts of others.
+            placement: which slots' slices are copied to the hosts of which other slots.
             path: the file of the arena.
             chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
             reserved: an arena that is used instead if it is large enough, and otherwise
@@ -221,7 +218,7 @@ class ReplicaStore:
     def staged(
         self, step: int, digests: Sequence[bytes], items: dict, kept: bytes = b""
     ) -> None:
-        """Records that the trainer has written a step's own slices to the arena.
+        """Records that the trainer has written this host's own slices of a step.
 
         Args:
             step: the step, after its `begin_stage`.

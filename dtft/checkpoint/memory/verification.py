@@ -42,7 +42,7 @@ class VerifiedCopies:
     """Result of reading all copies of slices on one host."""
 
     copies: int
-    """The number of slices in all copies; a slice counts once for each step."""
+    """The number of slices in all copies; one that steps share counts for each step."""
     nbytes: int
     """Bytes read; a buffer that steps share is read once."""
     held: Mapping[int, Mapping[str, bytes]]
