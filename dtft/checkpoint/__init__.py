@@ -1,9 +1,10 @@
 """Replicated checkpoints: steps in the memory of several hosts, and in storage.
 
-`state` describes leaves and slices, `memory` keeps their bytes, `replication` decides
-copies and commits, `transport` moves bytes between hosts, `storage` writes steps to a
-directory, and `managers` are the checkpoint managers of a training loop. Importing this
-package is light: public names load on first use.
+`state` describes leaves (the arrays of the state) and slices (the pieces of leaves that
+hosts keep), and `memory` keeps the slices' bytes. `replication` decides which hosts get
+copies and when a step is committed. `transport` moves bytes between hosts, and
+`storage` writes steps to a directory. `managers` are the checkpoint managers of a
+training loop. Importing this package is light: public names load on first use.
 """
 
 from typing import TYPE_CHECKING

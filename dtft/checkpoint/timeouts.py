@@ -101,5 +101,5 @@ class Timeouts:
 
     @property
     def save_limit(self) -> float:
-        """The limit of one save in seconds: `save`, or its default."""
+        """The limit of one save in seconds: `save`; if unset, `replicate` + 30 s."""
         return self.replicate + 30.0 if self.save is None else self.save

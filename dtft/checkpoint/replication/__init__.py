@@ -5,11 +5,11 @@
 * `failure_domains`: the racks and power feeds that hosts share.
 * `odds`: the probability that the state survives the loss of several hosts.
 * `commit`: decides when a step is committed, and which commit can be restored.
-* `restore_plan`: plans the transfers of a restore onto any layout.
+* `restore_plan`: plans the transfers of a restore, also onto another mesh or sharding.
 * `sender_assignment`: divides the bytes of these transfers over their senders.
 * `snapshot_interval`: decides after which steps a snapshot is taken.
 
-`dtft.elastic` requests and executes these decisions.
+`dtft.elastic` calls these functions and carries out their decisions.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,11 @@
 """Commits: decides when a step is committed and which commit can be restored.
 
-All decisions use only the reports of hosts. `StepTracker` decides whether every slice
-of a step has enough copies with equal digests. `locate` finds the hosts with copies of
-a commit's slices. `adding_up` resolves contradictory digests with the commit's root
-digest. `commit_health` summarizes a commit for display.
+All decisions use only the reports of hosts. A host reports a digest (a hash of the
+bytes) for each slice that it has. `StepTracker` decides whether every slice of a step
+has enough copies with equal digests. `locate` finds the hosts with copies of a commit's
+slices. A commit has a root digest, one digest over those of all slices; if the digests
+that hosts report differ, `adding_up` finds with it which of them are right.
+`commit_health` summarizes a commit for display.
 """
 
 import json
@@ -22,21 +24,23 @@ MAX_SUSPECTS = 16
 
 
 def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
-    """Chooses one reported digest per slice, so that the root digest of all is `root`.
+    """Chooses the right digest of each slice among those that hosts report.
 
-    First tries, for each slice, the digest that most hosts report. If the root digest
-    of this choice is not `root`, repeats the choice without the reports of one host. It
-    does so in turn for each host with a slice whose reported digests differ, but for at
-    most `MAX_SUSPECTS` hosts. So one wrong host is found even with two copies per
-    slice, where there is no majority.
+    The chosen digests of all slices together have the root digest `root`. First tries,
+    for each slice, the digest that most hosts report. If the root digest of this choice
+    is not `root`, repeats the choice without the reports of one host. It does so in
+    turn for each host with a slice whose reported digests differ, but for at most
+    `MAX_SUSPECTS` hosts. So one wrong host is found even with two copies per slice,
+    where there is no majority.
 
     Reported digests differ if a host keeps the bytes of another step under the commit's
     step. A flipped bit does not change them, because hosts report the digests that they
     recorded when the bytes were written.
 
     Args:
-        root: the commit's root digest over the digests of all slices.
-        claims: reported digests of every slice.
+        root: the commit's root digest, one digest over those of all slices.
+        claims: for every slice, by its key, each reported digest with the hosts that
+            report it.
 
     Returns:
         Slice key to digest; None if no tried choice has the root digest `root`.
@@ -63,8 +67,12 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 def _most(claims: Claims, without: str) -> dict[str, bytes]:
     """Chooses the digest that most hosts report for each slice; returns key to digest.
 
-    The reports of the host `without` are not counted; "" counts those of all hosts. A
-    slice with a single reported digest gets this digest, whichever host reports it.
+    Args:
+        claims: for every slice, by its key, each reported digest with the hosts that
+            report it.
+        without: a host whose reports are not counted; "" counts those of all hosts. A
+            slice with a single reported digest gets it, also if only this host reports
+            it.
     """
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
@@ -76,6 +84,11 @@ def _most(claims: Claims, without: str) -> dict[str, bytes]:
 
 def dissenters(claims: Claims, chosen: Mapping[str, bytes]) -> tuple[str, ...]:
     """Returns the hosts that report another digest than the chosen one for some slice.
+
+    Args:
+        claims: for every slice, by its key, each reported digest with the hosts that
+            report it.
+        chosen: slice key to digest; has every slice of `claims`.
 
     >>> dissenters({"v": {b"3": ["a"], b"2": ["b"]}}, {"v": b"2"})
     ('a',)
@@ -98,15 +111,16 @@ Share = Literal["full", "divided"]
 class Commit:
     """The record that all copies of a step exist, so that the step can be restored.
 
-    `generation` is the number of the assignment of hosts to slots at the commit, and
-    `attempt` is the number of the formation within this generation.
+    `generation` is the number of the assignment of hosts to slots at the commit.
+    `attempt` counts, from 1, the attempts to start or resume the job with this
+    assignment.
     """
 
     step: int
     generation: int
     attempt: int
     root: str
-    """Root digest over the digests of all slices."""
+    """One digest (hash) over the digests of all slices."""
     layout: str
     """`Layout.digest` of the layout (mesh, leaves and config)."""
     holders: tuple[str, ...]
@@ -114,8 +128,8 @@ class Commit:
     copies: int
     """Number of failure domains in which every slice has at least one copy."""
     share: Share = "full"
-    """Which owners of a slice copied it to host memory: all ("full"), or some of them
-    in rotation ("divided", see `Shares`)."""
+    """Which of the slots that own a slice (have it on their devices) copied it to host
+    memory: all ("full"), or some of them in rotation ("divided", see `Shares`)."""
     interval: int = 1
     """Planned number of steps from this commit to the next."""
 
@@ -160,6 +174,10 @@ class Mislabelled(Exception):
 def push_root(push: Push, digests: Mapping[str, bytes]) -> str:
     """Computes one digest over the digests of all slices of a push.
 
+    Args:
+        push: the slices that one slot sends to another.
+        digests: slice key to digest; may have more slices.
+
     Raises:
         KeyError: `digests` lacks a slice of the push.
     """
@@ -167,14 +185,14 @@ def push_root(push: Push, digests: Mapping[str, bytes]) -> str:
 
 
 def check_copy(push: Push, step: int, digests: Mapping[str, bytes], told: str) -> None:
-    """Compares a peer's copy with the slices from which it was pushed, by digest.
+    """Checks that a peer's copy equals the slices that were pushed to it, by digest.
 
     Args:
-        push: the slices, their sender and the peer.
+        push: the slices, the slot that sent them, and the slot that keeps the copy.
         step: the step of the copy, for messages.
-        digests: slice key to the digest of the staged slice. A push with a slice that
-            is not in `digests` is not compared.
-        told: the `push_root` that the peer reported.
+        digests: slice key to the digest that the sender reported. Nothing is checked if
+            a slice of the push is not in `digests`.
+        told: the `push_root` that the peer reported of its copy.
 
     Raises:
         Mislabelled: the digests differ.
@@ -210,7 +228,8 @@ class StepTracker:
     def staged(self, slot: int, digests: Sequence[bytes]) -> None:
         """Records that a slot has copied its slices to the memory of its host.
 
-        A slot may skip slices that other owners copy (`Commit.share` "divided").
+        A slot may skip slices that other slots with the same slices copy
+        (`Commit.share` "divided").
 
         Args:
             slot: the slot.
@@ -252,12 +271,12 @@ class StepTracker:
         """Records that slot `target` has verified its copy of the slices of `source`.
 
         Args:
-            source: slot that owns the slices.
+            source: slot that has the slices on its devices and sent them.
             target: slot that keeps the copy.
             root: the `push_root` of the copy.
 
         Raises:
-            Mislabelled: the copy differs from the slices that slot `source` has staged.
+            Mislabelled: slot `source` has reported its slices, and the copy differs.
         """
         self._held[source, target] = root
         self._compare(source)
@@ -266,6 +285,9 @@ class StepTracker:
         """Compares the copies that peers have reported with the slices of a slot.
 
         Does nothing until the slot `source` has reported its slices with `staged`.
+
+        Raises:
+            Mislabelled: a copy differs from the slices.
         """
         for push in self.placement.pushes_of(source) if source in self._staged else ():
             pair = push.source, push.target
@@ -277,8 +299,10 @@ class StepTracker:
     def complete(self) -> bool:
         """Whether the step can be committed.
 
-        True if every slot has reported its own slices (`staged`), every push has a
-        verified copy equal to these slices, and enough owners have copied every slice.
+        True if every slot has reported its own slices (`staged`), a verified and equal
+        copy of every push (the slices that one slot sends to another) has been reported
+        (`held`), and each slice was copied by enough of the slots that own it (have it
+        on their devices).
         """
         everyone = len(self._staged) == self.layout.mesh.num_slots
         # Evaluated at every report: the check whose cost grows with hosts is last. If
@@ -289,8 +313,9 @@ class StepTracker:
     def _short(self) -> list[str]:
         """Returns the keys of slices that too few owners have copied to host memory.
 
-        A slice needs `effective_copies` copies, minus the number of slots to which it
-        is pushed. If it has fewer owners than that, all owners must copy it.
+        The owners of a slice are the slots that have it on their devices. A slice needs
+        `effective_copies` copies, minus the number of slots to which it is pushed. If
+        it has fewer owners than that, all owners must copy it.
         """
         owners, wanted = self.layout.owners, self.placement.effective_copies
         return [
@@ -302,9 +327,10 @@ class StepTracker:
 
     @property
     def missing(self) -> str:
-        """Names, for messages, the snapshots and pushed copies that are still missing.
+        """The snapshots and copies that the commit waits for, as text for messages.
 
-        If none is missing, names up to 8 slices that more owners must copy.
+        If there are none, the text names up to 8 slices that too few of the slots with
+        these slices have copied to host memory. "" if the step can be committed.
         """
         slots = sorted(set(range(self.layout.mesh.num_slots)) - self._staged)
         pushes = {(push.source, push.target) for push in self.placement.pushes}
@@ -351,8 +377,10 @@ def locate(
 
     Args:
         commits: recorded commits, newest first.
-        layout: the layout of the running job; None if no live host knows it.
-        holdings: verified copies of the live hosts.
+        layout: the layout (mesh, leaves and config) of the running job; None if no live
+            host knows it, and then no commit can be restored.
+        holdings: for each live host and step, the digest of each slice, by its key, of
+            which the host has verified a copy.
         placed: the failure domain of each slot, as given to `place_copies`; empty if no
             domains were given. Used only to name the former holders in a reason.
 
@@ -399,7 +427,7 @@ def _locate_one(
 
 @dataclass(frozen=True, kw_only=True)
 class SliceCopies:
-    """The copies of one slice of a commit."""
+    """The copies of one slice (identified by its key) of a commit, for display."""
 
     key: str
     num_bytes: int
@@ -465,8 +493,10 @@ def commit_health(
 
     Args:
         commit: the commit.
-        layout: the layout of the running job; None if no live host knows it.
-        holdings: verified copies of the live hosts.
+        layout: the layout (mesh, leaves and config) of the running job; None if no live
+            host knows it, and then the commit counts as lost.
+        holdings: for each live host and step, the digest of each slice, by its key, of
+            which the host has verified a copy.
         placed: as for `locate`.
         domains: host to the failure domain in which its copy counts; a host without an
             entry is a domain of its own.

@@ -2,9 +2,9 @@
 
 `place_copies` places copies in different failure domains. `Spread` has the number of
 copies and the level of the domains. `choose_spares` assigns spares to lost slots so
-that copies stay in different domains. `Shares` rotates the copying of replicated slices
-among their owners from snapshot to snapshot. All decisions are pure and deterministic,
-so every host computes the same result.
+that copies stay in different domains. If several slots have a slice on their devices,
+`Shares` lets them take turns in copying it to host memory, from snapshot to snapshot.
+All decisions are pure and deterministic, so every host computes the same result.
 """
 
 import functools
@@ -31,7 +31,7 @@ class Push:
     """Slices that one slot sends to another slot at every snapshot."""
 
     source: int
-    """The slot that owns the slices."""
+    """The slot that has the slices on its devices."""
     target: int
     """The slot that keeps copies of the slices."""
     slices: tuple[Slice, ...]
@@ -40,15 +40,20 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedLeaves:
-    """Leaves with the same partition and the same sources and targets of copies."""
+    """Leaves that are divided alike, and whose parts have the same senders and targets.
+
+    A leaf's parts are its equal pieces, numbered from 0; each part of a leaf is one
+    slice.
+    """
 
     leaves: tuple[int, ...]
     """Positions in `layout.leaves`."""
     spec: Spec
     """Mesh axes that divide each dimension of the leaves."""
     sources: tuple[int, ...]
-    """For each part of the partition (one slice per leaf), the owning slot that sends
-    the part; -1 if the owners are already in enough failure domains."""
+    """For each part, the slot that sends it to other slots: one of its owners (the
+    slots with the part on their devices). -1 if the owners are already in enough
+    failure domains."""
     targets: tuple[tuple[int, ...], ...]
     """For each part, the slots to which the part is sent."""
 
@@ -57,8 +62,8 @@ class PlacedLeaves:
 class CopyPlacement:
     """Which slots keep the copies of each slice of a state.
 
-    `tables` has the slots per partition spec (`state.partition`), not per slice. Slices
-    and pushes are computed from the tables on demand.
+    To save memory, `tables` has an entry per group of leaves that are divided alike,
+    not per slice. Slices and pushes are computed from the tables on demand.
     """
 
     effective_copies: int
@@ -72,8 +77,9 @@ class CopyPlacement:
     def _routes(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """Maps (source slot, target slot) to the parts of leaves that are sent.
 
-        Each part is given as a pair: a position in `tables`, and the part's number. The
-        keys are sorted by source, then target.
+        A part is an equal piece of every leaf of one table. It is given as a pair:
+        position of the table in `tables`, and number of the part. The keys are sorted
+        by source, then target.
         """
         routes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for at, table in enumerate(self.tables):
@@ -99,7 +105,10 @@ class CopyPlacement:
 
     @functools.cached_property
     def pushes(self) -> tuple[Push, ...]:
-        """All pushes, sorted by source, then target; at most one for each pair."""
+        """All pushes (slices that one slot sends to another), by source, then target.
+
+        There is at most one for each pair.
+        """
         return tuple(self._push(*route) for route in self._routes)
 
     def pushes_of(self, source: int) -> tuple[Push, ...]:
@@ -113,7 +122,11 @@ class CopyPlacement:
 
     @functools.cached_property
     def holders(self) -> Mapping[Slice, tuple[int, ...]]:
-        """Maps each slice to the slots with a copy: owners first, then push targets."""
+        """Maps each slice to the slots with a copy.
+
+        First are the slots that have the slice on their devices, then those to which it
+        is pushed.
+        """
         targets = {
             partition.slice_of(self.layout.leaves[leaf], part): slots
             for table, partition in zip(self.tables, self._partitions, strict=True)
@@ -137,11 +150,12 @@ def place_copies(
 ) -> CopyPlacement:
     """Chooses the slots that keep copies of each slice.
 
-    Each owner of a slice has a copy. If the owners are in fewer than `copies` failure
-    domains, one of them sends copies to slots in other domains. Slots are divided into
-    groups of `copies` slots. The sender prefers slots of its own group to other slots.
-    If the number of slots is no multiple of `copies`, the last whole group and the
-    remaining slots form a ring, in which a sender prefers the slots that follow it.
+    Each owner of a slice (a slot with the slice on its devices) has a copy. If the
+    owners are in fewer than `copies` failure domains, one of them sends copies to slots
+    in other domains. Slots are divided into groups of `copies` slots. The sender
+    prefers slots of its own group to other slots. If the number of slots is no multiple
+    of `copies`, the last whole group and the remaining slots form a ring, in which a
+    sender prefers the slots that follow it.
 
     Args:
         layout: mesh and leaves.
@@ -152,7 +166,7 @@ def place_copies(
             the domain, and slots in different power domains are preferred.
 
     Raises:
-        ValueError: `copies` is below 1, or `domains` does not fit the layout.
+        ValueError: `copies` is below 1, or `domains` does not have one entry per slot.
     """
     num_slots = layout.mesh.num_slots
     if copies < 1:
@@ -196,15 +210,16 @@ def _place_alike(
     turn: int,
     chooser: "_Chooser",
 ) -> PlacedLeaves:
-    """Chooses senders and targets for leaves with the same partition.
+    """Chooses senders and targets of the copies, for leaves that are divided alike.
 
     Args:
         leaves: positions in `layout.leaves`.
         spec: partition spec of the leaves.
-        partition: partition of the leaves.
+        partition: how the leaves are cut into parts, and the owners of each part (the
+            slots with the part on their devices).
         short: for each part, whether its owners are in too few failure domains.
-        turn: position of the sending owner among the owners of part 0. The position is
-            one higher for each following part, modulo the number of owners.
+        turn: position of the sender of part 0 among the owners of part 0. For each
+            following part the position is one higher, modulo the number of owners.
         chooser: chooses the targets.
     """
     sources, targets = [], []
@@ -218,9 +233,11 @@ def _place_alike(
 
 
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Assigns each leaf to the turn that has the fewest bytes so far.
+    """Chooses which owner sends each leaf, so that all send about equally many bytes.
 
-    A turn is the argument of `_place_alike` that selects the owner that sends.
+    The choice is given as a turn: the position of the sender of the leaf's first part
+    among the slots with this part on their devices (see `_place_alike`). Each leaf gets
+    the turn with the fewest bytes so far.
 
     Args:
         sizes: bytes of one part of each leaf.
@@ -241,7 +258,10 @@ def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
 
 
 class _Chooser:
-    """Chooses the slots that get copies from an owner; caches the choices."""
+    """Chooses the slots to which a slot sends copies of its slices; caches the choices.
+
+    The copies of a slice should be in `wanted` failure domains.
+    """
 
     def __init__(self, domains: Sequence[str], wanted: int) -> None:
         self._domains, self._wanted = domains, wanted
@@ -249,13 +269,14 @@ class _Chooser:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
 
     def short(self, owners: tuple[int, ...]) -> bool:
-        """Whether the owners are in fewer than `wanted` failure domains."""
+        """Whether the owners of a slice are in fewer than `wanted` failure domains."""
         return len({self._domains[slot] for slot in owners}) < self._wanted
 
     def targets(self, source: int, owners: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the slots to which `source` sends copies of slices of `owners`.
+        """Returns the slots to which `source` sends copies of a slice.
 
-        Owners and these slots together are in `wanted` failure domains.
+        `owners` are the slots with the slice on their devices, `source` among them.
+        Owners and returned slots together are in `wanted` failure domains.
         """
         if (source, owners) not in self._known:
             self._known[source, owners] = _choose(
@@ -272,8 +293,12 @@ def _choose(
 ) -> tuple[int, ...]:
     """Returns the first candidates that are in failure domains without a copy.
 
-    Takes at most one candidate per failure domain, until the owners and the taken slots
-    together are in `wanted` domains.
+    Args:
+        candidates: slots, in order of preference.
+        owners: the slots with the slice on their devices; each has a copy.
+        domains: the failure domain of each slot.
+        wanted: number of domains that owners and returned slots together are in. At
+            most one candidate per domain is taken until this number is reached.
     """
     used = {domains[slot] for slot in owners}
     chosen: list[int] = []
@@ -375,7 +400,10 @@ def _placed(layout: Layout, copies: int, domains: tuple[str, ...]) -> CopyPlacem
 
 
 def copy_groups(placement: CopyPlacement) -> Groups:
-    """Returns the sets of slots with copies of the same slices, owners included."""
+    """Returns the distinct sets of slots that keep copies of the same slices.
+
+    The slots that have the slices on their devices are included.
+    """
     mesh = placement.layout.mesh
     found: dict[tuple[int, ...], None] = {}
     for table in placement.tables:
@@ -391,7 +419,7 @@ def domains_reached(groups: Groups, domains: Sequence[str]) -> int:
     Returns 0 without groups.
 
     Args:
-        groups: the groups of a placement (see `copy_groups`).
+        groups: the sets of slots that keep copies of the same slices (`copy_groups`).
         domains: the failure domain of each slot's host.
 
     >>> domains_reached(((0, 1), (2, 3)), ["a", "b", "c", "c"])
@@ -415,7 +443,8 @@ def choose_spares(
     the most prefetched bytes of the slot, and among equal ones the first.
 
     Args:
-        groups: the groups of the placement; empty if no copies are placed yet.
+        groups: the sets of slots that keep copies of the same slices (`copy_groups`);
+            empty if no copies are placed yet.
         seats: the failure domain of each slot's host; None for an empty slot.
         spares: the failure domain of each spare, in order of preference.
         wanted: number of domains in which every slice should have a copy.
@@ -462,13 +491,13 @@ def _domains(group: tuple[int, ...], filled: Sequence[str | None]) -> set[str]:
 class Shares:
     """Chooses which owners of a replicated slice copy it to host memory at a snapshot.
 
-    A slice with d owners is copied by only `copies` of the owners at each snapshot, or
-    by more if needed for enough failure domains. The copying owners rotate from
-    snapshot to snapshot. So each owner copies the slice at about copies/d of the
-    snapshots. If `copies` is 2 or more, within ceil(d / copies) snapshots the bytes of
-    each owner are compared with those of the owners that copy at the same snapshot. If
-    all owners together are in too few failure domains, all copy the slice, and it is
-    also pushed to other slots.
+    The owners of a slice are the slots with the slice on their devices. A slice with d
+    owners is copied by only `copies` of them at each snapshot, or by more if needed for
+    enough failure domains. The copying owners rotate from snapshot to snapshot. So each
+    owner copies the slice at about copies/d of the snapshots. If `copies` is 2 or more,
+    within ceil(d / copies) snapshots the bytes of each owner are compared with those of
+    the owners that copy at the same snapshot. If all owners together are in too few
+    failure domains, all copy the slice, and it is also pushed to other slots.
 
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("replica",), axis_sizes=(3,), slots=(0, 1, 2))
@@ -481,7 +510,7 @@ class Shares:
     def __init__(
         self, layout: Layout, copies: int, domains: Sequence[str] | None = None
     ) -> None:
-        """Chooses the order in which the owners of each slice take turns.
+        """Chooses the order in which the owners of each slice copy it.
 
         Args:
             layout: mesh and leaves.
@@ -490,7 +519,7 @@ class Shares:
             domains: the failure domain of each slot, as in `place_copies`.
 
         Raises:
-            ValueError: `domains` does not fit the layout.
+            ValueError: `domains` does not have one entry per slot.
         """
         num_slots = layout.mesh.num_slots
         self._domains = [str(slot) for slot in range(num_slots)]
@@ -507,10 +536,15 @@ class Shares:
         self._begins = _begins(layout)
 
     def of(self, slot: int, turn: int) -> np.ndarray:
-        """Returns which of its slices a slot copies at snapshot number `turn`.
+        """Returns which of its slices a slot copies to host memory at a snapshot.
 
-        The result is [slices] bool, in the order of the slot's slices. A slice without
-        bytes is copied by all its owners.
+        Args:
+            slot: the slot.
+            turn: number of the snapshot; all slots must give the same number.
+
+        Returns:
+            [slices] bool, in the order of the slot's slices. A slice without bytes is
+            copied by all its owners.
         """
         slices, turns = self.layout.slices(slot), self._turns(slot)
         return np.array(
@@ -525,10 +559,11 @@ class Shares:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the host's layout)
     def _turns(self, slot: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Returns, for each slice of a slot, its owners in the order of copying.
+        """Returns, for each slice of a slot, a pair: its owners in the order of
+        copying, and an offset.
 
-        With the owners returns an offset. The offset modulo the number of owners is the
-        position of the first owner that copies the slice at snapshot 0.
+        The offset modulo the number of owners is the position of the first owner that
+        copies the slice at snapshot 0.
         """
         found = {}
         for spec, leaves in leaves_by_spec(self.layout).items():
@@ -545,10 +580,11 @@ class Shares:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def _copiers(self, owners: tuple[int, ...], begin: int) -> frozenset[int]:
-        """Chooses the owners that copy a slice, cyclically from position `begin`.
+        """Chooses the slots that copy a slice at one snapshot.
 
-        Takes owners until there are at least `_copies` owners in at least `_wanted`
-        failure domains, or until all are taken.
+        Takes owners (slots with the slice on their devices) in order from position
+        `begin`, cyclically. Stops when at least `_copies` owners in at least `_wanted`
+        failure domains are taken, or all.
         """
         chosen: list[int] = []
         domains: set[str] = set()
@@ -561,10 +597,11 @@ class Shares:
 
 
 def _begins(layout: Layout) -> list[int]:
-    """Chooses for each leaf which owner copies its first slice at snapshot 0.
+    """Chooses for each leaf which slot copies its first slice at snapshot 0.
 
-    Returns the position of this owner among the owners of the slice, for each leaf. The
-    positions are chosen so that all owners copy about equally many bytes.
+    Returns, for each leaf, the position of this slot among those with the slice on
+    their devices. The positions are chosen so that all slots copy about equally many
+    bytes.
     """
     begins = [0] * len(layout.leaves)
     loads: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
 """Failure domains: the racks and power feeds that hosts share.
 
 Parses the failure domains from a label per host or from a file, checks that they are
-consistent, and chooses the level at which copies are separated.
+consistent, and chooses the level (power, rack or host) at which copies are separated.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ class FailureDomains:
     """Host to the names of its domains, joined by "/": "power-1/rack-3"."""
 
     def of(self, hosts: Iterable[str]) -> Mapping[str, str]:
-        """Maps the given hosts to their domains, for `domains` of `plan_restore`.
+        """Maps each of the given hosts to its domain, such as "power-1/rack-3".
 
         Without labels, each host is its own domain.
 
@@ -41,7 +41,7 @@ class FailureDomains:
 
 @dataclass(frozen=True, kw_only=True)
 class Separation:
-    """The level at which copies are separated, and each slot's domain at this level."""
+    """The level of the failure domains that separate copies, and each slot's domain."""
 
     level: str
     """The level: one of `LEVELS`, or "host"."""
@@ -56,14 +56,14 @@ class Separation:
 def parse_domain_label(text: str) -> dict[str, str]:
     """Parses the label of one host, such as "power=p1,rack=r7".
 
-    Returns a dict from level to name. Commas or spaces separate the levels. Levels may
-    be absent.
+    Returns a dict from level ("power" or "rack") to the name of the host's domain.
+    Commas or spaces separate the levels. Levels may be absent.
 
     >>> parse_domain_label("rack=r7,power=p1")
     {'power': 'p1', 'rack': 'r7'}
 
     Raises:
-        ValueError: a word is not LEVEL=NAME with a level of `LEVELS`, a level occurs
+        ValueError: a word is not LEVEL=NAME with one of these levels, a level occurs
             twice, or a name contains "/".
     """
     found: dict[str, str] = {}
@@ -134,10 +134,10 @@ def domains_from_labels(labels: Mapping[str, str]) -> FailureDomains:
 def separate_copies(
     domains: FailureDomains, slots: Sequence[str], copies: int
 ) -> Separation:
-    """Chooses the widest level with at least `copies` domains; else the level "host".
+    """Chooses the widest level (power, rack) with at least `copies` domains.
 
-    At a narrower level `place_copies` still prefers different domains of the wider
-    levels.
+    If there is none, chooses the level "host", at which each host is its own domain. At
+    a narrower level `place_copies` still prefers different domains of the wider levels.
 
     Args:
         domains: the failure domains of the hosts.
@@ -169,7 +169,8 @@ def domains_at(
 ) -> tuple[str, ...]:
     """Returns the domain of each host at one level, prefixed with its wider domains.
 
-    If the labels do not name `level`, e.g. "host", each host is its own domain.
+    `level` is "power", "rack" or "host". If the labels do not name it, each host is its
+    own domain.
 
     >>> racks = domains_from_labels({"a": "power=p rack=1", "b": "power=p rack=2"})
     >>> domains_at(racks, ["b"], "rack"), domains_at(racks, ["b"], "host")

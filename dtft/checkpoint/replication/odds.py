@@ -22,10 +22,13 @@ TRIALS = 20_000
 def survival(num_hosts: int, copies: int, losses: int) -> float:
     """Computes the exact probability that k losses leave a copy of every slice.
 
-    All sets of k hosts are equally likely. The state survives the loss of a set that
-    contains no whole group and no m neighbours on the ring. The sets that the state
-    survives are counted by inclusion-exclusion, separately for groups and ring, and
-    summed over the number of losses on the ring.
+    All sets of k hosts are equally likely. Hosts form groups of m that keep copies of
+    each other's slices. If N is not a multiple of m, the remaining hosts and the last
+    group form a ring, in which each host's slices are copied to the next m - 1 hosts.
+    The state survives the loss of a set that contains no whole group and no m
+    neighbours on the ring. The sets that the state survives are counted by
+    inclusion-exclusion, separately for groups and ring, and summed over the number of
+    losses on the ring.
 
     >>> survival(16, 2, 1), round(survival(16, 2, 2), 3)
     (1.0, 0.933)
@@ -50,11 +53,13 @@ def survival(num_hosts: int, copies: int, losses: int) -> float:
 def gemini_bound(num_hosts: int, copies: int, losses: int) -> float:
     """Computes GEMINI's lower bound of `survival`: 1 - N C(N-m, k-m) / (m C(N, k)).
 
+    N is the number of hosts, m the copies of every slice, k the hosts lost at once.
     Source: GEMINI (SOSP 2023), for N a multiple of m. The bound adds the probabilities
     of losing each of the N / m groups as if no two groups could be lost together. So
     the bound is exact for k < 2m, and too low for larger k. If N is not a multiple of
-    m, the probabilities of losing each run of m hosts on the ring are added, too. Runs
-    overlap, so the bound is then exact for k <= m only.
+    m, the remaining hosts and the last group form a ring, and the probabilities of
+    losing each run of m hosts on the ring are added, too. Runs overlap, so the bound is
+    then exact for k <= m only.
 
     >>> round(gemini_bound(1024, 2, 8), 3)
     0.973
@@ -110,9 +115,10 @@ def simulate(
 def odds_table(
     num_hosts: int, copies: int, *, max_losses: int = 8, trials: int = TRIALS
 ) -> str:
-    """Formats the table of `dtft checkpoint odds`: a line per number of lost hosts.
+    """Formats the table that `dtft checkpoint odds` prints.
 
-    Each line has the results of `survival`, `simulate` and `gemini_bound`.
+    There is a line for each number of lost hosts. Each line has the results of
+    `survival`, `simulate` and `gemini_bound`.
 
     Args:
         num_hosts: N, the number of hosts.
@@ -143,7 +149,10 @@ def odds_table(
 
 
 def standard_error(probability: float, trials: int) -> float:
-    """Computes the standard error of a fraction estimated from independent trials."""
+    """Computes the standard error of a fraction estimated from independent trials.
+
+    `probability` is the true or estimated fraction.
+    """
     return math.sqrt(probability * (1 - probability) / trials)
 
 
@@ -162,8 +171,9 @@ def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
     """Divides hosts into groups and a ring, as `place_copies` does without `domains`.
 
     Returns:
-        The number of groups, the number of hosts on the ring that takes the remainder
-        (0 without a remainder), and the number of hosts per group.
+        The number of groups, without one that is part of the ring; the number of hosts
+        on the ring, which are the last whole group and the hosts that fill no group (0
+        if there are no such hosts); and the number of hosts per group.
     """
     size = min(copies, num_hosts)
     groups, rest = divmod(num_hosts, size)
@@ -184,12 +194,12 @@ def _group_sets(groups: int, size: int, lost: int) -> int:
 
 
 def _ring_sets(ring: int, size: int, lost: int) -> int:
-    """Counts the sets of `lost` hosts that have no `size` consecutive hosts of a ring.
+    """Counts the sets of `lost` hosts without `size` consecutive hosts of a ring.
 
-    After each remaining host comes a run of lost hosts, which may be empty and is
-    shorter than `size`. The number of ways to choose the lengths of the runs, times the
-    `ring` rotations, counts each set once per remaining host, so it is divided by the
-    number of remaining hosts.
+    `ring` is the number of hosts of the ring, 0 if there is none. After each remaining
+    host comes a run of lost hosts, which may be empty and is shorter than `size`. The
+    number of ways to choose the lengths of the runs, times the `ring` rotations, counts
+    each set once per remaining host, so it is divided by the number of remaining hosts.
     """
     left = ring - lost
     if left <= 0:

@@ -1,9 +1,9 @@
-"""Plans the transfers that give every host its slices of any layout.
+"""Plans the transfers that give every host its slices, on any mesh and sharding.
 
 `plan_restore` plans restores from memory, after a loss or onto another mesh, and the
 fetches for an export. A slice is identified by leaf path, global index range and dtype.
 `Inventory` has the verified holders of every slice. `find_needs` computes which
-overlaps of old and new slices each host needs. Leaves with the same partition are
+overlaps of old and new slices each host needs. Leaves that are divided alike are
 planned together, so a plan takes a second or two at 10,000 hosts.
 """
 
@@ -35,7 +35,10 @@ in `Inventory.hosts`, ascending."""
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLeaves:
-    """Leaves with the same partition and, for each part, the same holding hosts."""
+    """Leaves that are divided alike, and whose parts are held by the same hosts.
+
+    A leaf's parts are its equal pieces; each part of a leaf is one slice.
+    """
 
     leaves: tuple[int, ...]
     """Positions in `layout.leaves`."""
@@ -48,7 +51,8 @@ class HeldLeaves:
 class Inventory:
     """The hosts with a verified copy of each slice of a commit.
 
-    To save memory, leaves with the same partition and holders share a table.
+    To save memory, leaves that are divided alike and have the same holders share a
+    table.
     """
 
     layout: Layout = field(repr=False)
@@ -64,8 +68,8 @@ def inventory_of(layout: Layout, holders: Mapping[str, Collection[str]]) -> Inve
 
     Args:
         layout: the layout in which the state was committed.
-        holders: slice key to the hosts with a verified copy; a slice without an entry
-            has no copy.
+        holders: slice key, such as "w[0:2]:int8", to the hosts with a verified copy; a
+            slice without an entry has no copy.
 
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
@@ -122,7 +126,9 @@ MAX_NAMED = 8
 class WantedCells:
     """Cells (overlaps of an old and a new slice) that restoring hosts need.
 
-    There is one row for each target (host) and cell.
+    There is one row for each target (restoring host) and cell. A bundle is a group of
+    leaves with the same old and the same new partition (`LeafBundle`); its cells are
+    those of all its leaves together.
     """
 
     target: np.ndarray
@@ -137,7 +143,10 @@ class WantedCells:
 
 @dataclass(frozen=True, kw_only=True)
 class Lost:
-    """Needed slices that no live host holds; returned in place of a plan."""
+    """Needed slices that no live host holds; returned in place of a plan.
+
+    `num_slices` and `nbytes` are the number and the bytes of all of them.
+    """
 
     slices: tuple[Slice, ...]
     """The first lost slices, at most `MAX_NAMED`."""
@@ -146,7 +155,7 @@ class Lost:
 
     @property
     def reason(self) -> str:
-        """Description of the lost slices for messages."""
+        """Text for messages: number, bytes and names of the lost slices."""
         named = ", ".join(piece.key for piece in self.slices)
         more = "" if self.num_slices == len(self.slices) else ", ..."
         return (
@@ -157,12 +166,13 @@ class Lost:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FoundCells:
-    """The cells that restoring hosts (targets) need, split into present and absent.
+    """The cells (overlaps of an old and a new slice) that restoring hosts need.
 
     Attributes:
-        bundles: the bundles to which the cells belong.
-        own: cells whose target has the bytes in its own memory.
-        absent: cells whose target must fetch the bytes.
+        bundles: groups of leaves that are divided alike (`LeafBundle`), to which the
+            cells belong.
+        own: cells that the host that needs them has in its own memory.
+        absent: cells that the host that needs them must fetch.
     """
 
     bundles: tuple[LeafBundle, ...]
@@ -179,7 +189,9 @@ def find_needs(
     slots: Sequence[str | None],
     alive: Collection[str],
 ) -> FoundCells | Lost:
-    """Computes which cells each restoring host needs, and which hosts can send a cell.
+    """Computes which bytes each restoring host needs, and which hosts can send them.
+
+    The bytes are given as cells, the overlaps of an old and a new slice.
 
     Args:
         holdings: verified holders, in the layout of the commit.
@@ -191,7 +203,7 @@ def find_needs(
         alive: hosts that can send.
 
     Returns:
-        The cells, or the needed slices that no live host holds.
+        The cells, or the needed slices that no host in `alive` holds.
 
     Raises:
         ValueError: as `new_specs`.
@@ -227,7 +239,11 @@ def find_needs(
 
 
 class _Senders:
-    """Numbers distinct sets of hosts from 0; `add` returns the number of a set."""
+    """The distinct sets of hosts that can send something, numbered from 0.
+
+    `add` returns the number of a set; equal sets have the same number. `sets` has the
+    set of each number.
+    """
 
     def __init__(self) -> None:
         self.sets: list[np.ndarray] = []
@@ -292,10 +308,14 @@ def _lost(found: Sequence[tuple[LeafBundle, np.ndarray]]) -> Lost:
 def _bundles(
     holdings: Inventory, new_layout: Layout
 ) -> tuple[tuple[LeafBundle, ...], list[tuple[tuple[int, ...], ...]]]:
-    """Groups leaves of the new layout by old partition, new partition and holders.
+    """Groups leaves that have the same old partition, new partition and holders.
 
-    Leaves without elements are left out. Returns a `LeafBundle` per group, and for each
-    bundle the holders of every part of the old partition.
+    A partition is how a leaf is cut into parts over a mesh. Leaves without elements are
+    left out.
+
+    Returns:
+        A `LeafBundle` per group; and for each group the holders of every part of the
+        old partition, as positions in `holdings.hosts`.
     """
     old_leaves = holdings.layout.leaves
     specs = new_specs(holdings.layout, new_layout)
@@ -327,10 +347,11 @@ def _bundles(
 
 
 def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
-    """Maps each leaf of `new_layout` to its partition spec, in the normal form.
+    """Returns the mesh axes that divide each leaf of `new_layout`.
 
-    The key of a leaf is its position in `old_layout.leaves`. For the normal form see
-    `normal_spec`.
+    Returns:
+        Maps the leaf's position in `old_layout.leaves` to its partition spec, without
+        the axes that divide nothing (`normal_spec`).
 
     Raises:
         ValueError: a leaf was not committed, its shape or dtype differs, or its new
@@ -358,9 +379,10 @@ def new_specs(old_layout: Layout, new_layout: Layout) -> dict[int, Spec]:
 
 
 def _flat(held: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Flattens the holders of each part to pairs, sorted by part, then holder.
+    """Flattens the holders of each part of a leaf to pairs of part and holder.
 
-    Returns two arrays: [pairs] part, [pairs] holder.
+    `held` has the holders of each part, as positions of hosts. Returns two arrays,
+    [pairs] part and [pairs] holder, sorted by part, then holder.
     """
     lengths = [len(found) for found in held]
     holder = np.fromiter((h for found in held for h in found), np.int64, sum(lengths))
@@ -368,10 +390,10 @@ def _flat(held: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lists the cells that each host needs of a bundle.
+    """Lists the cells (overlaps of an old and a new part) that each host needs.
 
     Args:
-        bundle: the leaves.
+        bundle: the leaves; all have the same cells.
         seat: [slots] position of each slot's host; -1 for a slot without a host.
 
     Returns:
@@ -400,7 +422,7 @@ sender, too, because the loads of senders are nearly even without cutting them."
 
 @dataclass(frozen=True, kw_only=True)
 class SliceTransfer:
-    """The regions that one host fetches from another host."""
+    """The parts of slices (regions) that one host fetches from another host."""
 
     source: str
     target: str
@@ -417,7 +439,8 @@ class SliceTransfer:
 class RestorePlan:
     """The source of each byte that a host needs: the host's own memory or one peer.
 
-    The plan is stored as arrays; the regions of a host are computed on demand. Leaves
+    The plan is stored as arrays; the parts of slices (regions) that a host takes are
+    computed on demand. `bundles` are groups of leaves that are divided alike. Leaves
     without elements are not part of the plan. The methods raise ValueError for a host
     that is not in `hosts`.
     """
@@ -434,7 +457,7 @@ class RestorePlan:
     """
 
     def own(self, host: str) -> tuple[Region, ...]:
-        """Returns the regions that a host takes from its own memory."""
+        """Returns the parts of slices (regions) that a host has itself and needs."""
         wanted, rows = self.own_cells, self._own_rows(host)
         return _ordered(
             region
@@ -445,15 +468,19 @@ class RestorePlan:
         )
 
     def read_by(self, host: str) -> list[str]:
-        """Returns the keys of the committed slices that a host's slices are made of.
+        """Returns the keys, sorted, of the committed slices that a host needs bytes of.
 
-        The keys are sorted.
+        Includes the committed slices in the host's own memory.
         """
         fetched = (it for one in self.transfers_to(host) for it in one.regions)
         return sorted({region.old.key for region in (*self.own(host), *fetched)})
 
     def moves_whole(self, host: str) -> bool:
-        """Whether each slice of a host is a committed slice and has a single source."""
+        """Whether each slice of a host is a committed slice and has a single source.
+
+        False if a slice must be put together from several slices or senders, or cut out
+        of a larger one.
+        """
         own = np.unique(self.own_cells.bundle[self._own_rows(host)])
         fetched = (it for one in self.transfers_to(host) for it in one.regions)
         return all(self.bundles[index].unchanged for index in own) and all(
@@ -478,7 +505,7 @@ class RestorePlan:
 
     @property
     def transfers(self) -> tuple[SliceTransfer, ...]:
-        """All transfers, by target, then source; at most one for each pair."""
+        """All transfers, by target, then source; at most one for each pair of hosts."""
         targets = [self.hosts[at] for at in np.unique(self._targets)]
         return tuple(found for host in targets for found in self.transfers_to(host))
 
@@ -532,7 +559,7 @@ def plan_restore(
     domains: Mapping[str, str] | None = None,
     whole_bytes: int = WHOLE_BYTES,
 ) -> RestorePlan | Lost:
-    """Plans all transfers of a restore onto any layout.
+    """Plans all transfers of a restore, onto any mesh and sharding.
 
     A host uses its own memory first. The bytes that hosts lack are divided over the
     hosts that hold them, as evenly as possible; a large piece may have several senders.
@@ -586,11 +613,20 @@ def _settled(
 ) -> Routes:
     """Moves the ends of routes (byte ranges with a sender) to where cells can be cut.
 
-    A piece that several senders share, but that cannot be cut, is sent by one of these
-    senders. The pieces are assigned one by one, the largest first. Each sender has a
-    balance in bytes: its shares of the pieces so far, minus the bytes of the pieces
-    that were assigned to the sender. The sender with the largest balance gets the
-    piece. The result is sorted by target, then source.
+    A cell (overlap of an old and a new slice) can be cut only at some offsets. A piece
+    between two such offsets that several senders share is sent by one of these senders.
+    The pieces are assigned one by one, the largest first. Each sender has a balance in
+    bytes: its shares of the pieces so far, minus the bytes of the pieces that were
+    assigned to the sender. The sender with the largest balance gets the piece.
+
+    Args:
+        routes: the byte ranges of all cells in `absent`.
+        absent: the cells that hosts must fetch.
+        bundles: the groups of leaves to which the cells belong.
+        grain: size in bytes up to which a leaf's part of a cell is not cut.
+
+    Returns:
+        The changed routes, sorted by target, then source.
     """
     need, names = routes.need, routes.source.tolist()
     right = np.flatnonzero(routes.start)  # rows that continue the need of the row above
@@ -631,17 +667,18 @@ def _cuts(
     bundles: Sequence[LeafBundle],
     grain: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds, for each route, the offsets around its start where its cell can be cut.
+    """Finds, for some routes, the nearest offsets at which the route's cell can be cut.
 
     Args:
-        rows: [n] rows of `routes`.
-        routes: the routes.
-        absent: the cells of the routes.
-        bundles: the bundles of the cells.
-        grain: as in `LeafBundle.cuts`.
+        rows: [n] the rows of `routes`.
+        routes: byte ranges of cells, with a sender each.
+        absent: the cells (overlaps of an old and a new slice) of the routes.
+        bundles: the groups of leaves to which the cells belong.
+        grain: size in bytes up to which a leaf's part of a cell is not cut.
 
     Returns:
-        As `LeafBundle.cuts`: [n] offsets before and [n] after, in bytes.
+        [n] offsets at or before the start of each route, and [n] at or after it, in
+        bytes of the cell; both equal the start if the cell can be cut there.
     """
     need, offset = routes.need[rows], routes.start[rows]
     low, high = offset.copy(), offset.copy()
@@ -653,9 +690,10 @@ def _cuts(
 
 
 def _numbered(hosts: Sequence[str], domains: Mapping[str, str]) -> np.ndarray:
-    """Numbers the domain of each host at each level: [hosts, levels] int64.
+    """Numbers the failure domain of each host at each level: [hosts, levels] int64.
 
-    The widest level is first. Without domains there are no levels.
+    Equal numbers mean the same domain. The widest level is first. A host that is not in
+    `domains` has domains of its own. Without domains there are no levels.
     """
     # A host without a domain gets a unique name that no domain can have.
     names = [domains.get(host, f"\0{host}").split("/") for host in hosts]

@@ -42,7 +42,7 @@ def share_out(
     It stops when the loads hardly change (`SETTLED`), or after `MAX_SWEEPS` sweeps.
 
     Args:
-        demands: the demands.
+        demands: bytes to be sent, each with the hosts that can send them.
         num_senders: number of senders; senders are numbered from 0.
         slack: how far the load of a sender at distance 0 may exceed that of a sender
             at distance 1, as a fraction of the mean load.
@@ -89,10 +89,18 @@ def share_out(
 
 
 def _fill(base: np.ndarray, amount: int) -> np.ndarray:
-    """Divides `amount` bytes over candidates, those with the lowest `base` first.
+    """Divides bytes over candidates, those with the lowest `base` first.
 
     All candidates that get bytes end at the same sum of `base` and bytes, and no other
-    candidate has a `base` below this sum. Returns [n] float64: bytes of each candidate.
+    candidate has a `base` below this sum.
+
+    Args:
+        base: [n] bytes that each candidate sends of other demands, plus a penalty if it
+            is far.
+        amount: the bytes to divide.
+
+    Returns:
+        [n] float64: bytes of each candidate.
     """
     if len(base) == 1:
         return np.array([float(amount)])
@@ -141,9 +149,10 @@ connections."""
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Needs:
-    """Cells that hosts lack and must fetch; one row (need) for each host and cell.
+    """Byte ranges that hosts lack and must fetch.
 
-    A cell is an overlap of an old and a new slice. Hosts are numbered from 0.
+    There is one row (need) for each host and cell, which is an overlap of an old and a
+    new slice. Hosts are numbered from 0.
     """
 
     target: np.ndarray
@@ -176,13 +185,13 @@ class Routes:
 def route(needs: Needs, domains: np.ndarray) -> Routes:
     """Chooses the host that sends each byte of all needs, with vectorised operations.
 
-    Needs form a group if they have the same candidates, at the same distances from
-    their targets. `share_out` divides each group's bytes over the candidates. The
-    group's needs are laid end to end, and each sender in turn takes the next bytes, as
-    many as its share has.
+    Needs form a group if they have the same candidates (hosts that can send), at the
+    same distances in failure domains. `share_out` divides each group's bytes over the
+    candidates. The group's needs are laid end to end, and each sender in turn takes the
+    next bytes, as many as its share has.
 
     Args:
-        needs: the cells that hosts lack; at least one.
+        needs: the byte ranges that hosts lack; at least one.
         domains: [hosts, levels] int64: the failure domain of every host, widest level
             first, numbered so that equal numbers mean the same domain.
     """
@@ -222,7 +231,12 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
 def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Groups needs that have the same candidates at the same distances.
 
-    A candidate's distance depends on the failure domains of candidate and target.
+    Candidates are the hosts that can send. Their distance depends on the failure
+    domains of candidate and target.
+
+    Args:
+        needs: the byte ranges that hosts lack.
+        domains: as for `route`.
 
     Returns:
         The group of each need, [needs] int64, and the first need of each group,
@@ -249,10 +263,11 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _streams(needs: Needs) -> np.ndarray:
-    """Computes how many senders each need may have: `MAX_SOURCES` per target in all.
+    """Computes how many hosts may send the bytes of each need (row of `Needs`).
 
-    The senders of a target are divided over its needs in proportion to their bytes.
-    Returns [needs] float64, with fractions.
+    For each receiving host, `MAX_SOURCES` senders are divided over the needs of the
+    receiving host in proportion to their bytes. Returns [needs] float64, with
+    fractions.
     """
     of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
     return MAX_SOURCES * needs.nbytes / of_target
@@ -279,9 +294,10 @@ def _demand(
 def _shares(demands: Sequence[Demand], num_hosts: int) -> list[np.ndarray]:
     """Divides the demands over senders, with preference for near senders.
 
-    Tries `SLACKS` in order. Returns the first shares whose greatest load is at most
-    `MAX_UNEVEN` times that of even shares. If there are none, or if no demand has
-    distances, returns even shares.
+    Tries the values of `SLACKS`, the preference from strong to weak, in order. Returns
+    the first shares whose greatest load (bytes of one sender) is at most `MAX_UNEVEN`
+    times that of even shares. If there are none, or if no demand has distances, returns
+    even shares.
     """
     even = share_out(demands, num_hosts, slack=0.0)
     if all(demand.distance is None for demand in demands):

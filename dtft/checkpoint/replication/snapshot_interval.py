@@ -58,15 +58,16 @@ class Cadence:
         return begin + min(within, self.period)
 
     def at(self, interval: int) -> "Cadence":
-        """Returns a cadence with another interval, clamped to [1, `period`]."""
+        """Returns a cadence with another interval, limited to 1 to `period` steps."""
         return replace(self, interval=max(1, min(interval, self.period)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SnapshotSchedule:
-    """A cadence whose interval changes after given steps, which are known in advance.
+    """After which steps snapshots are taken, if the interval changes at known steps.
 
-    A boundary is a step after which a snapshot is taken.
+    Between two changes a `Cadence` is in force. A boundary is a step after which a
+    snapshot is taken.
 
     >>> schedule = SnapshotSchedule.of(Cadence(interval=1, period=8))
     >>> schedule = schedule.changed(4, after=2)
@@ -203,7 +204,11 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """The newest measured windows and quiet step times; immutable."""
+    """Measured step times: the newest windows, and the newest means of quiet steps.
+
+    A window is the steps between two snapshots. Quiet steps are those at its end,
+    without replication in the background. Immutable.
+    """
 
     windows: tuple[Window, ...] = ()
     quiet_step_s: tuple[float, ...] = ()
@@ -214,7 +219,8 @@ class Experience:
     def and_window(self, window: Window) -> "Experience":
         """Returns the measurements with one more window.
 
-        Keeps the newest `KEPT_WINDOWS` windows and values of `quiet_step_s`.
+        A window is the steps between two snapshots. Keeps the newest `KEPT_WINDOWS`
+        windows and values of `quiet_step_s`.
         """
         windows = (*self.windows, window)[-KEPT_WINDOWS:]
         if not window.quiet_steps:
@@ -225,7 +231,7 @@ class Experience:
 
     @property
     def costs(self) -> Costs | None:
-        """The estimated costs; None before the first quiet step.
+        """The estimated costs; None before the first quiet step (without replication).
 
         >>> seen = Experience()
         >>> for _ in range(3):
@@ -268,9 +274,10 @@ def inflation(interval: int, costs: Costs, maximum: int) -> float:
 
 
 def affordable(costs: Costs, budget: float, maximum: int) -> int:
-    """Computes the smallest interval whose `inflation` is within the budget.
+    """Computes the smallest interval in steps whose `inflation` is within the budget.
 
-    Returns `maximum` if no interval is within the budget.
+    The budget is the wall time that snapshots may add, as a fraction of the steps' wall
+    time. Returns `maximum` if no interval is within the budget.
 
     >>> affordable(Costs(step_s=0.1, snapshot_s=0.01), budget=0.01, maximum=64)
     11
@@ -284,9 +291,10 @@ def affordable(costs: Costs, budget: float, maximum: int) -> int:
 
 
 def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
-    """Computes the next interval from the measurements.
+    """Computes the next snapshot interval, in steps, from the measurements.
 
-    The rules apply in this order; intervals are in steps:
+    A window is the steps between two snapshots; quiet steps are those without
+    replication in the background. The rules apply in this order:
 
     * Before `WARM_WINDOWS` windows are measured, returns `current`.
     * While the costs are unknown, or after `PROBE_EVERY` steps without a quiet step,

@@ -3,9 +3,8 @@
 * `directory`: the storage tier, a directory of Orbax checkpoints.
 * `orbax_manager`: the Orbax manager that the storage tier uses.
 * `stored_steps`: reads and verifies steps.
-* `job_layout`: converts a user's tree to slices of a job, and back.
-* `exporter`: the process that writes steps
-  (`python -m dtft.checkpoint.storage.exporter`).
+* `job_layout`: divides a user's tree of arrays into slices per process, and back.
+* `exporter`: the program of the process that writes steps.
 * `exporter_client`: starts an exporter process and sends steps to it.
 * `export_plan`: chooses the slots that write a step.
 * `inspect`: lists, describes, verifies and copies steps for `dtft checkpoint`.

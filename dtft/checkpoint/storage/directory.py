@@ -1,9 +1,9 @@
 """The storage tier: a directory of Orbax checkpoints, one per step.
 
-Stock Orbax can read each item of a step by the item's name. A step of an experiment has
-the items `state`, a nested dict of arrays, and `items`, JSON. Each step that dtft
-writes also has the item `dtft`, described in `stored_steps`. `compare_steps` compares
-two stored steps bit for bit.
+Stock Orbax can read each item (named part) of a step by the item's name. A step of
+dtft's own training loop (of an experiment) has the items `state`, a nested dict of
+arrays, and `items`, JSON. Each step that dtft writes also has the item `dtft`,
+described in `stored_steps`. `compare_steps` compares two stored steps bit for bit.
 """
 
 import os
@@ -43,8 +43,8 @@ class WrittenByAnother(RuntimeError):
 class StorageTier:
     """A storage directory: saves and restores checkpoints, and keeps the newest steps.
 
-    In a JAX world of several processes, all processes must make the same calls, which
-    Orbax synchronizes. Listing steps needs no other process.
+    If JAX runs in several processes (`jax.distributed`), all must make the same calls,
+    which Orbax synchronizes. Listing steps needs no other process.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class StorageTier:
             max_to_keep: number of the newest steps that a save keeps; None keeps all.
             read_only: whether saves are refused.
             scored: whether Orbax also writes the metrics of a step.
-            background: whether a save returns before the step is complete. In a world
-                of several processes, a process whose part of a save fails in the
-                background reports the error only after all others have ended theirs.
+            background: whether a save returns before the step is complete. With several
+                processes, one whose part of a save fails in the background reports the
+                error only after all others have ended theirs.
 
         Raises:
             ValueError: `max_to_keep` is below 1.
@@ -87,10 +87,10 @@ class StorageTier:
     def save(
         self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
     ) -> None:
-        """Begins to write a step of an experiment, as `write` does.
+        """Begins to write a step of dtft's own training loop, as `write` does.
 
         Args:
-            step: the step.
+            step: number of the step.
             arrays: leaf path to global array.
             items: name to JSON value, for state that is not an array.
 
@@ -103,8 +103,8 @@ class StorageTier:
     def write(self, step: int, stored: "StepToStore") -> None:
         """Begins to write a step; `wait_until_finished` waits until it is complete.
 
-        The arrays must not change before the step is complete. An existing step of the
-        same number is replaced.
+        The arrays in `stored` must not change before the step is complete. An existing
+        step of the same number is replaced.
 
         Raises:
             ValueError: the storage tier is read-only.
@@ -150,7 +150,7 @@ class StorageTier:
     def restore(
         self, step: int, abstract: Mapping[str, jax.ShapeDtypeStruct]
     ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-        """Reads the arrays and the JSON items of an experiment's step.
+        """Reads the arrays and the JSON items of a step of dtft's own training loop.
 
         The restored arrays have the shardings of `abstract`, and are bit-identical to
         the saved arrays.
@@ -159,12 +159,15 @@ class StorageTier:
             step: one of `all_steps()`.
             abstract: leaf path to shape, dtype and sharding.
 
+        Returns:
+            Leaf path to array, and item name to JSON value, as given to `save`.
+
         Raises:
             ValueError: the directory has no such step; the step's leaves differ from
                 `abstract` in path, shape or dtype (the message lists the differences);
-                or jax would narrow a 64-bit leaf.
+                or jax would narrow a 64-bit leaf (`jax_enable_x64` is off).
             CheckpointUnreadable: the step exists but cannot be read, or is not a step
-                of an experiment.
+                of dtft's own training loop.
         """
         record, prints = self._experiment(step)
         paths = shown_paths(record)
@@ -181,7 +184,14 @@ class StorageTier:
         return arrays, items[ITEMS]
 
     def load_numpy(self, step: int) -> dict[str, np.ndarray]:
-        """Reads and verifies all leaves of a step; see the function `load_numpy`."""
+        """Reads and verifies all leaves of a step; returns path to numpy array.
+
+        Raises:
+            ValueError: the directory does not have the step, or jax would narrow a
+                64-bit leaf (`jax_enable_x64` is off).
+            CheckpointUnreadable: the step cannot be read, is corrupt, or was written by
+                stock Orbax.
+        """
         record, prints = self._record(step)
         # Orbax reads a step of several processes only onto an explicit sharding.
         here = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -191,12 +201,12 @@ class StorageTier:
         return dict(sorted(zip(shown_paths(record), arrays, strict=True)))
 
     def items(self, step: int) -> dict[str, Any]:
-        """Reads the JSON items that were saved with the arrays of an experiment's step.
+        """Reads the JSON items that `save` wrote with the arrays of a step.
 
         Raises:
             ValueError: the directory has no such step.
-            CheckpointUnreadable: the step's record cannot be read, or the step is not a
-                step of an experiment.
+            CheckpointUnreadable: the step cannot be read, or is not a step of dtft's
+                own training loop.
         """
         return self._experiment(step)[0].json_items[ITEMS]
 
@@ -242,7 +252,8 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
     """Reads and verifies all leaves of a step; returns path to numpy array.
 
     Raises:
-        ValueError: the directory does not have the step.
+        ValueError: the directory does not have the step, or jax would narrow a 64-bit
+            leaf (`jax_enable_x64` is off).
         CheckpointUnreadable: the step cannot be read, is corrupt, or was written by
             stock Orbax.
     """
@@ -255,7 +266,7 @@ def orbax_options(
     scored: bool = False,
     background: bool = True,
 ) -> ocp.CheckpointManagerOptions:
-    """Makes the options of an Orbax manager; arguments: see `StorageTier`."""
+    """Makes the options of an Orbax manager, from arguments as for `StorageTier`."""
     return ocp.CheckpointManagerOptions(
         max_to_keep=max_to_keep,
         cleanup_tmp_directories=True,
@@ -268,7 +279,9 @@ def orbax_options(
 
 
 class StepToStore:
-    """Orbax's save arguments for the items of a step and for the step's record.
+    """One step as it is given to Orbax: the arguments of a save, with fingerprints.
+
+    A fingerprint is a checksum of an array's values; it is stored with the step.
 
     Attributes:
         record: structure, leaves and JSON items of the step.
@@ -301,7 +314,7 @@ class StepToStore:
 
 
 def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
-    """Computes the fingerprint of every leaf that is not empty, by path."""
+    """Computes a checksum of each leaf that is not empty; returns path to checksum."""
     plain: dict[str, Any] = {}
     for leaf, value in zip(record.leaves, values, strict=True):
         if value is None:
@@ -315,9 +328,10 @@ def _fingerprints(record: Record, values: Iterable[Any]) -> dict[str, str]:
 
 
 def shown_paths(record: Record) -> list[str]:
-    """Returns the path of each leaf for display, in the record's order.
+    """Returns the path of each leaf for display, in the order of the record's leaves.
 
-    For a step of an experiment, the paths are relative to its item `state`, unescaped.
+    For a step of dtft's own training loop, the paths are those in its item `state`, as
+    they were given to `StorageTier.save`.
     """
     paths = [leaf.path for leaf in record.leaves]
     return list(map(state_path, paths)) if is_experiment(record) else paths

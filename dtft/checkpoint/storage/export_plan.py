@@ -12,7 +12,7 @@ from dtft.checkpoint.state import Layout, MeshLayout
 class ExportWorld:
     """The slots that write a step to storage, and their part of the mesh.
 
-    Together these slots own every slice.
+    Together these slots have every slice of the state.
     """
 
     slots: tuple[int, ...]
@@ -22,10 +22,10 @@ class ExportWorld:
 
 
 def export_world(layout: Layout) -> ExportWorld:
-    """Computes the sub-mesh that owns every slice, without redundant replicas.
+    """Computes a part of the mesh whose slots together have every slice of the state.
 
-    The sub-mesh has only index 0 of each axis that divides no leaf; it has all indices
-    of the other axes. So a position in the sub-mesh owns the same slices as this
+    Replicas are left out: the part has only index 0 of each axis that divides no leaf,
+    and all indices of the other axes. So a position in it has the same slices as this
     position in the full mesh.
 
     >>> from dtft.checkpoint.state.slices import Leaf

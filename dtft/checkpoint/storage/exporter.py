@@ -2,10 +2,11 @@
 
 ``python -m dtft.checkpoint.storage.exporter`` reads a JSON object per line on stdin and
 answers with a JSON object per line on stdout. It saves one step at a time, each with a
-time limit. The exporters of a job form a JAX world of their own on CPU. A checkpoint
-manager without other processes has a single exporter. An exporter maps the memory of
-the slices read-only and checks the slices' digests, so that bytes corrupted in memory
-do not get valid fingerprints.
+time limit. The exporters of a job are the processes of a `jax.distributed` job of their
+own, on CPU. A checkpoint manager without other processes has a single exporter. An
+exporter maps the memory of the slices read-only and checks the slices' digests (hashes
+from the time of the snapshot), so that bytes corrupted in memory do not get valid
+fingerprints (the checksums in storage).
 """
 
 import contextlib
@@ -51,13 +52,14 @@ def refuse_corrupt(
 ) -> None:
     """Checks the bytes of a step against their digests.
 
-    A step's digests are computed at its snapshot, and its fingerprints at its export. A
-    bit that flips in memory between the two gets a valid fingerprint, and only the
-    digest shows the error. So this check must run after the fingerprints are computed.
-    Errors after this check are detected by the fingerprints.
+    A step's digests are computed at its snapshot. Its fingerprints, the checksums that
+    storage keeps, are computed when it is exported. A bit that flips in memory between
+    the two gets a valid fingerprint, and only the digest shows the error. So this check
+    must run after the fingerprints are computed. Errors after this check are detected
+    by the fingerprints.
 
     Args:
-        step: the step.
+        step: number of the step, for the message.
         copies: (name, bytes, expected digests) of each slice.
         chunk_bytes: bytes per digest.
 
@@ -120,7 +122,12 @@ class SaveServer:
         self._failure = "no message {'op': 'open'} came before"
 
     def answer(self, message: dict[str, Any]) -> None:
-        """Executes one message and writes its answer, or the error, as one line."""
+        """Executes one message ("open" or "save") and writes its answer as one line.
+
+        An answer has "ok", and the message's "op" and "step". If the work raises an
+        exception, "ok" is false, and "error" describes the exception. If the work
+        exceeds its time limit, the answer also has "ended", and this process ends.
+        """
         op = message.get("op")
         reply: dict[str, Any] = {"op": op}
         if "step" in message:
@@ -187,7 +194,10 @@ def _read(messages: queue.Queue[dict[str, Any]]) -> None:
 
 
 def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
-    """Answers messages on stdin until "close" or the end of stdin; does not return."""
+    """Answers messages on stdin until "close" or the end of stdin; does not return.
+
+    `opener` makes the object that writes steps from the fields of the "open" message.
+    """
     logging.getLogger("absl").setLevel(logging.WARNING)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
@@ -211,17 +221,17 @@ class Opening:
     directory: str
     """Storage directory."""
     layout: str
-    """The layout as JSON."""
+    """The layout (mesh, leaves and config) of the state as JSON."""
     chunk_bytes: int
     """Bytes per digest."""
     slot: int = 0
     """The slot whose slices this process reads from memory and writes to storage."""
     rank: int = 0
-    """Rank of this process in the export world."""
+    """Rank of this process among the exporting processes."""
     world: int = 1
     """Number of exporting processes."""
     coordinator: str = ""
-    """host:port that rank 0 serves; "" in a world of one process."""
+    """host:port of JAX's coordinator, which rank 0 runs; "" if there is one process."""
     devices: int = 1
     """Number of CPU devices of this process. The slot has at most this many positions
     in the mesh of the export."""
@@ -243,10 +253,11 @@ class Exporter:
     """Writer that reads one slot's slices from memory and writes them to storage."""
 
     def __init__(self, opening: Opening) -> None:
-        """Checks the arguments and joins the JAX world of all exporters.
+        """Checks the arguments and connects JAX with that of the other exporters.
 
         Raises:
-            ValueError: `opening` does not fit the layout.
+            ValueError: `opening` does not fit the layout: other slots must write the
+                step, or `devices` is too small.
         """
         self._opening, self._layout = opening, Layout.from_json(opening.layout)
         self._world = export_world(self._layout)
@@ -277,11 +288,12 @@ class Exporter:
         """Writes one step and waits until it is complete.
 
         Args:
-            step: the step.
+            step: number of the step.
             memory: one path, of the file that has all slices of this slot; or one path
                 per slice, of the file that has the slice.
-            buffers: for each chunk, the number of its buffer in its file; one byte per
-                chunk, as hex.
+            buffers: where each chunk (the bytes of one digest) is in its file: a file
+                is divided into areas with room for every chunk, and this is the number
+                of the area. One byte per chunk, as hex.
             digests: for each of the slot's slices in the layout's order, the digests of
                 its chunks, as hex.
             items: JSON values of the parts of the state that are not arrays.
@@ -291,7 +303,7 @@ class Exporter:
             The size of this slot's slices, in bytes.
 
         Raises:
-            ValueError: the buffers are not in the memory, or the bytes do not match the
+            ValueError: `buffers` does not fit the files, or the bytes do not match the
                 digests.
             CorruptItems: `items` of a user's tree do not match their digest.
             StorageBusy: another process kept the lock of a shared directory.
@@ -314,6 +326,8 @@ class Exporter:
 
     def _parts(self, memory: list[str], buffers: bytes) -> list[Parts]:
         """Maps the memory files; returns the bytes of each of the slot's slices.
+
+        `memory` and `buffers` are as for `save`; `buffers` is decoded.
 
         Raises:
             ValueError: `buffers` does not fit the slot's chunks or the files' sizes.
@@ -339,9 +353,14 @@ class Exporter:
     def _values(
         self, parts: Sequence[Parts], items: dict[str, Any]
     ) -> tuple[Record, list[Any]]:
-        """Makes the record of the step, and its leaves in the record's order.
+        """Makes the description (record) of the step, and the step's leaves.
 
-        Each leaf has the kind that was saved: jax array, PRNG key, numpy array, number.
+        The leaves are in the record's order. Each leaf has the kind that was saved: jax
+        array, PRNG key, numpy array, number.
+
+        Args:
+            parts: the bytes of each of the slot's slices.
+            items: JSON values of the parts of the state that are not arrays.
         """
         leaves = {leaf.path: leaf for leaf in self._layout.leaves}
         record = record_in(self._layout, items)
@@ -384,7 +403,8 @@ class Exporter:
         """Returns a context that holds the lock of a shared directory.
 
         In an object store (a directory with "://") there are no locks, and the context
-        does nothing.
+        does nothing. Entering it raises StorageBusy if another writer holds the lock
+        for 0.8 of the save's limit.
         """
         if "://" in self._opening.directory:
             return contextlib.nullcontext()
@@ -420,7 +440,7 @@ def _check(opening: Opening, world: ExportWorld, needed: int) -> None:
 
 
 def _join(opening: Opening) -> None:
-    """Joins the JAX world of all exporters, on CPU.
+    """Sets JAX's options and connects all exporters by `jax.distributed`, on CPU.
 
     Must run before JAX initializes its backends. A single exporter only sets options.
     """

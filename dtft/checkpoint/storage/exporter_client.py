@@ -56,7 +56,8 @@ class ExporterProcess:
 
         Args:
             opening: the fields of `exporter.Opening`.
-            hear: receives every answer and the end of the process.
+            hear: called with this object and an answer, for every answer of the process
+                and at its end (an answer with `ended`).
             open_log: opens the file for the process's stderr; by default the process
                 inherits the caller's stderr.
             preexec_fn: called in the new process before the exporter runs.
@@ -154,13 +155,16 @@ class ExporterProcess:
                 pipe.flush()
 
     def _expect(self, limit_s: float) -> None:
-        """Sets the seconds after which the process is killed; 0 sets no limit."""
+        """Lets `_guard` kill the process after `limit_s` seconds; 0 cancels that."""
         with self._condition:
             self._deadline_s = time.monotonic() + limit_s if limit_s else None
             self._condition.notify_all()
 
     def _guard(self) -> None:
-        """Kills the process at `_deadline_s`; returns when the process has ended."""
+        """Kills the process if the answer to a save is overdue (at `_deadline_s`).
+
+        Runs on a thread of its own, and returns when the process has ended.
+        """
         with self._condition:
             while not self._ended:
                 if self._deadline_s is None:
@@ -185,7 +189,10 @@ class ExporterProcess:
                 for line in lines:
                     self._take(line)
         except Exception as error:
-            logger.exception("an answer of the exporter could not be handled")
+            logger.exception(
+                "an answer of the process that writes steps to storage could not be "
+                "handled; the process is killed"
+            )
             failure = f"an answer could not be handled: {type(error).__name__}: {error}"
             process.kill()
         self._messages.put(None)
@@ -193,7 +200,7 @@ class ExporterProcess:
         process.wait()  # so that the kernel forgets it
 
     def _take(self, line: str) -> None:
-        """Passes a line to the callback `hear` if the line is an answer.
+        """Passes a line of the process's output to `hear` if the line is an answer.
 
         Other lines are only logged: a library may print before the exporter has
         redirected the output of libraries.

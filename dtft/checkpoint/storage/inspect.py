@@ -28,11 +28,11 @@ _TREE, _JSON = "StandardCheckpointHandler", "JsonCheckpointHandler"
 
 
 def items_in(step: Path) -> dict[str, Any] | None:
-    """Reads a step's item names, with the handler of each item, from Orbax's metadata.
+    """Reads the names of a step's items (its named parts) from Orbax's metadata.
 
     Returns:
-        Maps item name to handler; empty if the metadata names no items. None if the
-        metadata is unreadable.
+        Maps item name to the class name of its Orbax handler; empty if the metadata
+        names no items. None if the metadata is unreadable.
     """
     try:
         found = json.loads((step / _METADATA).read_text())
@@ -67,8 +67,9 @@ def missing_from(step: Path) -> str:
 def _missing_file(item: Path, handler: str) -> str:
     """Names a missing or unreadable metadata file of an item; "" if there is none.
 
-    Of a JSON item, any file is accepted, because its name can be configured in Orbax.
-    Items with other handlers than those for trees and JSON are not checked.
+    `handler` is the class name of the item's Orbax handler. Of a JSON item, any file is
+    accepted, because its name can be configured in Orbax. Items with other handlers
+    than those for trees and JSON are not checked.
     """
     if handler == _JSON:
         files = {path.name for path in item.iterdir()}
@@ -176,17 +177,17 @@ def pick_step(directory: Path, step: int | None) -> int:
 def describe_step(
     directory: Path, step: int
 ) -> tuple[list[StoredLeaf], dict[str, Any]]:
-    """Describes a step without reading values.
+    """Describes a step without reading the values of arrays.
 
     Returns:
         The leaves, sorted by path, and a dict from name to JSON value. The dict has the
         step's JSON items, and "metrics" and "custom_metadata" if the step has any. For
-        a step of an experiment, the contents of item `items` stand in place of the
-        items. For a step of stock Orbax the leaves have no fingerprints, and the dict
-        is empty.
+        a step of dtft's own training loop, which has one JSON item, a dict, the dict
+        has that item's entries. For a step of stock Orbax the leaves have no
+        fingerprints, and the dict is empty.
 
     Raises:
-        CheckpointUnreadable: the step's record cannot be read.
+        CheckpointUnreadable: what dtft stored to describe the step cannot be read.
     """
     from dtft.checkpoint.state import ITEMS, is_experiment
     from dtft.checkpoint.storage.directory import shown_paths
@@ -240,6 +241,8 @@ def _leaf(
 
 def verify_step(directory: Path, steps: Iterable[int]) -> dict[int, str]:
     """Reads all values of each step and compares their fingerprints with those stored.
+
+    A fingerprint is a checksum of an array's values.
 
     Returns:
         Maps each step to a description of its error; "" if the step is intact. A step

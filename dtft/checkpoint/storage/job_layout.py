@@ -2,7 +2,8 @@
 
 `layout_of` turns leaves and their shardings into slices per process (slot = process
 index). The tree's structure is stored in the layout's config, so it is kept with the
-copies and in storage. `record_in` reads the structure back.
+copies and in storage. `record_in` reads the structure back, as a record (the
+description of one save: items, tree structures and leaves).
 """
 
 import json
@@ -65,16 +66,20 @@ def layout_of(
 
 
 def config_of(record: Record) -> str:
-    """Encodes the part of a record that is the same at all steps, for `layout_of`."""
+    """Encodes what is the same at all steps, for the argument `config` of `layout_of`.
+
+    This is the structure of the user's tree, and path, kind, shape and dtype of its
+    leaves.
+    """
     raw = record.to_json()
     static = {name: raw[name] for name in ("default", "structures", "leaves")}
     return json.dumps({MARK: static}, sort_keys=True)
 
 
 def dynamic_part(record: Record) -> dict[str, Any]:
-    """Encodes the part of a record that may change at each step, with a digest.
+    """Encodes what may change at each step, with a digest, to be stored with the step.
 
-    This part is stored with every step.
+    This is JSON items, metrics, custom metadata and shardings.
     """
     return sealed(
         {
@@ -87,10 +92,15 @@ def dynamic_part(record: Record) -> dict[str, Any]:
 
 
 def record_in(layout: Layout, items: Mapping[str, Any]) -> Record | None:
-    """Makes the record of a step from its layout and its items.
+    """Makes the record (description) of a saved step from its layout and its items.
 
-    Undoes `config_of` and `dynamic_part`. Returns None if the state is an experiment's,
-    not a user's tree.
+    Args:
+        layout: a layout whose `config` is from `config_of`.
+        items: the result of `dynamic_part` at the step.
+
+    Returns:
+        The record; None if `config` is not from `config_of`, because the state is that
+        of dtft's own training loop and not a user's tree.
 
     Raises:
         CorruptItems: `items` do not match the digest that `dynamic_part` added.
@@ -108,6 +118,8 @@ def _static_part(layout: Layout) -> dict[str, Any] | None:
 
 def same_slices(saved: Layout, wanted: Layout) -> bool:
     """Whether every process saved all slices that it needs in the layout `wanted`.
+
+    False if the layouts have different numbers of processes.
 
     >>> mesh = MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=(0, 1))
     >>> leaf = Leaf(path="w", shape=(4,), dtype="float32")

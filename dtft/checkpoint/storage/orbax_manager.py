@@ -87,8 +87,10 @@ class OpenedDirectory:
         Orbax reports the first failure while its other threads still write. A thread
         that ends after the directory is available again must not complete the step.
 
+        `generation` is the number of failures when the manager of the save was opened.
+
         Raises:
-            StorageMoved: the save failed, or the directory was replaced.
+            StorageMoved: there was a failure since, or the directory was replaced.
         """
         if generation != self._generation:
             raise StorageMoved(f"a save to {self.directory} was given up before")
@@ -108,7 +110,7 @@ class OpenedDirectory:
         """Begins to write a step; replaces a step of the same number.
 
         Args:
-            step: the step.
+            step: number of the step.
             items: item name to `ocp.args.StandardSave` or `JsonSave`; the last item is
                 a `JsonSave`.
             metrics: metrics of the step; Orbax stores them if its options have a
@@ -198,7 +200,9 @@ def _remove(path: epath.Path) -> None:
 
 
 def said(error: Exception) -> str:
-    """Shortens an error of Orbax to its first line, without the TensorStore spec.
+    """Returns an error of Orbax as short text for messages.
+
+    It has the type and the first line of the message, without the TensorStore spec.
 
     >>> said(ValueError("a chunk is gone [tensorstore_spec='{...}']"))
     'ValueError: a chunk is gone'

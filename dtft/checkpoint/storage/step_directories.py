@@ -18,8 +18,8 @@ def storage_steps(directory: "Path | epath.Path") -> tuple[int, ...]:
     """Lists the complete steps in a storage directory, ascending.
 
     A complete step is a directory whose name is the step's number; on gs:// it must
-    also have `COMMIT_FILE`. Orbax gives a directory this name once the step is
-    complete. The result is empty if the storage directory does not exist.
+    also have Orbax's file "commit_success.txt". Orbax gives a directory this name once
+    the step is complete. The result is empty if the storage directory does not exist.
 
     Raises:
         OSError: the directory exists but cannot be listed.

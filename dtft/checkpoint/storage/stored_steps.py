@@ -1,9 +1,10 @@
 """Reads and verifies the steps of a storage directory.
 
 A step that dtft wrote has the item `dtft` in addition to the user's items. This item
-has the `Record` and a fingerprint per leaf, which verifies the leaf's values. A step
-without this item was written by stock Orbax, or by dtft of git commit 3d5ab71 or
-earlier. Orbax reads the values of all steps.
+has the `Record` (tree structures, leaves and JSON items of the step) and a fingerprint
+(checksum of the values) per leaf, with which the leaf is verified. A step without this
+item was written by stock Orbax, or by dtft of git commit 3d5ab71 or earlier. Orbax
+reads the values of all steps.
 """
 
 import json
@@ -50,26 +51,29 @@ fingerprints. The only other item is `state`, with the arrays by path."""
 
 
 def former_items(value: Any) -> Any:
-    """Returns the caller's items from `value`, a step's JSON item `items`.
+    """Returns the caller's JSON items of a step that dtft wrote in its former format.
 
-    Returns None if `value` is not in the former format, described at `_ENTRIES`.
+    `value` is the step's JSON item `items`, which in this format (git commit 3d5ab71
+    and earlier) also has fingerprints. Returns None if it is not in this format.
     """
     is_former = isinstance(value, dict) and _ENTRIES <= value.keys()
     return value["items"] if is_former else None
 
 
 def former_record(step: epath.Path, value: Any) -> tuple[Record, dict[str, str]] | None:
-    """Makes the record and fingerprints of a step in the former format.
+    """Makes the record and fingerprints of a step that dtft wrote in its former format.
 
-    Every leaf is an array. Empty arrays are leaves of the record, but the record's tree
-    structure lacks them, because it is read from Orbax, which did not store them.
+    The format is that of git commit 3d5ab71 and earlier. Every leaf is an array. Empty
+    arrays are leaves of the record, but the record's tree structure lacks them, because
+    it is read from Orbax, which did not store them.
 
     Args:
         step: the step's directory.
         value: value of the step's JSON item `items`.
 
     Returns:
-        The record and the fingerprints by path; None for another format.
+        The record and the fingerprints (checksums) by leaf path; None if the step is
+        not in the former format.
 
     Raises:
         Exception: any exception of Orbax on unreadable metadata.
@@ -122,11 +126,11 @@ class StoredSteps:
         return storage_steps(self.directory)
 
     def record(self, step: int) -> tuple[Record, dict[str, str]] | None:
-        """Reads the record and the fingerprints of a step.
+        """Reads a step's record (description) and the fingerprints of its leaves.
 
         Returns:
-            The record, and fingerprints by leaf path. None if stock Orbax wrote the
-            step, or if there is no such step.
+            The record, and fingerprints (checksums of the values) by leaf path. None if
+            stock Orbax wrote the step, or if there is no such step.
 
         Raises:
             CheckpointUnreadable: the step has a record that cannot be read.
@@ -145,7 +149,7 @@ class StoredSteps:
             raise self._unreadable(step, error) from error
 
     def digest(self, step: int) -> str | None:
-        """Reads the digest of a step's record; None if no digest can be read."""
+        """Reads the digest that dtft stored with a step; None if it cannot be read."""
         try:
             return _json(self.directory / str(step) / RECORD)["digest"]
         except (KeyError, TypeError, ValueError, OSError):  # e.g. a stock Orbax step
@@ -158,13 +162,14 @@ class StoredSteps:
         prints: Mapping[str, str],
         wanted: Mapping[str, RestoreTarget | None],
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Reads and verifies the items in `wanted`: leaves of trees, and JSON values.
+        """Reads and verifies items of a step: the leaves of trees, and JSON values.
 
         Args:
-            step: the step.
-            record: the step's record.
-            prints: the step's fingerprints.
-            wanted: item name to the targets of its leaves, or to None for a JSON item.
+            step: number of the step.
+            record: the step's record, from `record`.
+            prints: the step's fingerprints, from `record`.
+            wanted: for each wanted item, by its name, how its leaves are to be restored
+                (shardings); None for a JSON item.
 
         Returns:
             A list of the leaves' values, in the record's order, and a dict from item
@@ -174,7 +179,7 @@ class StoredSteps:
 
         Raises:
             CheckpointUnreadable: the step cannot be read, or is corrupt.
-            ValueError: jax would narrow a 64-bit leaf.
+            ValueError: jax would narrow a 64-bit leaf (`jax_enable_x64` is off).
         """
         numbers = range(len(record.leaves))
         trees = {
@@ -209,10 +214,14 @@ class StoredSteps:
         }
 
     def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
-        """Returns the JSON item `name` after comparing its digest with the record's.
+        """Returns a JSON item after checking that its digest equals the record's.
 
-        `value` is the item as Orbax read it. For a step in the former format, the
-        caller's items are taken from it.
+        Args:
+            step: number of the step.
+            record: the step's record.
+            name: name of the item.
+            value: the item as Orbax read it. For a step in the former format (git
+                commit 3d5ab71 and earlier), the caller's items are taken from it.
 
         Raises:
             CheckpointUnreadable: the item differs from the item in the record.
@@ -241,7 +250,7 @@ class StoredSteps:
             raise self._unreadable(step, ValueError(f"corrupt leaves: {listed(bad)}"))
 
     def stock(self, step: int, args: Any) -> Any:
-        """Restores a step that has no record, with a stock Orbax manager.
+        """Restores a step that stock Orbax wrote, with a stock Orbax manager.
 
         `args` are Orbax's restore arguments. No values are verified.
         """
@@ -306,11 +315,17 @@ def _json(item: epath.Path) -> Any:
 
 
 def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> Any:
-    """Makes the target that Orbax's restore needs for a leaf.
+    """Makes what Orbax's restore needs to know of a leaf: its target.
 
-    Returns a Python number or a numpy array if the saved leaf was one, otherwise a
-    `jax.ShapeDtypeStruct` with the wanted sharding. Returns None for an empty leaf,
-    which Orbax does not store.
+    Args:
+        leaf: kind, shape and dtype of the saved leaf.
+        number: position of the leaf in the record.
+        wanted: how the leaf's item is to be restored (shardings).
+
+    Returns:
+        A Python number or a numpy array if the saved leaf was one, otherwise a
+        `jax.ShapeDtypeStruct` with the wanted sharding. None for an empty leaf, which
+        Orbax does not store.
     """
     assert wanted is not None
     dtype = np.dtype(leaf.dtype)
@@ -326,12 +341,12 @@ def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> An
 
 
 def _plain(leaf: LeafRecord, value: Any) -> Any:
-    """Converts a restored leaf to the array whose fingerprint is checked.
+    """Converts a restored leaf to the array whose fingerprint (checksum) is checked.
 
     The result is the key data of a PRNG key, and a numpy array for a number.
 
     Raises:
-        ValueError: jax has narrowed a 64-bit leaf.
+        ValueError: jax has narrowed a 64-bit leaf (`jax_enable_x64` is off).
     """
     if leaf.kind == "key":
         return jax.random.key_data(value)

@@ -1,7 +1,8 @@
 """Transport between hosts: authenticated connections, pushes and fetches of slices.
 
 * `dialing`: parses and connects to addresses.
-* `protocol`: encodes and checks frames, seals and the handshake, without I/O.
+* `protocol`: encodes and checks frames (messages of a header and a payload) and the
+  handshake, without I/O.
 * `connection`: one socket that sends and receives frames.
 * `server`: opens and serves authenticated connections.
 * `outbound`: queues messages, so that the sender never waits.

@@ -73,7 +73,8 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
     """Runs the benchmark and returns its figures.
 
     The figures are those of `summarize`, and "streams", "tls" and "nixl" of the config.
-    Prints a line for each round, then the figures as JSON.
+    Prints a line for each round (one fetch and one raw transfer), then the figures as
+    JSON.
     """
     memory = np.zeros((config.num_slices, config.slice_bytes), np.uint8)
     secret = os.urandom(32)
@@ -105,7 +106,12 @@ def summarize(seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
     """Computes throughputs from the median times, and ratios of fetch to raw times.
 
     "ratios" has one value per round, the fetch's seconds divided by those of the raw
-    transfer; "ratio" is their median.
+    transfer; "ratio" is their median. "bytes" is `nbytes`, and "cores" the number of
+    this machine's processors.
+
+    Args:
+        seconds: seconds of every round, for "fetch" and for "raw" (plain sockets).
+        nbytes: bytes of one transfer.
 
     >>> figures = summarize({"fetch": [2.0, 3.0], "raw": [1.0, 2.0]}, 3_000_000_000)
     >>> figures["fetch_gb_per_s"], figures["raw_gb_per_s"], figures["ratio"]
@@ -149,9 +155,10 @@ def _fetch(
 
 
 def _raw(config: TransportBench, address: str, wanted: Sequence[WantedSlice]) -> float:
-    """Receives all slices over `streams` raw sockets; returns the seconds taken.
+    """Receives all slices over `config.streams` plain sockets; returns the seconds.
 
-    The slices are assigned to the sockets in turn.
+    `address` is the peer's address for plain sockets. The slices are assigned to the
+    sockets in turn.
 
     Raises:
         OSError: a socket failed.
@@ -201,8 +208,11 @@ def _peer(
     """Runs a peer process that serves the slices while the context lasts.
 
     Yields:
-        The address for fetches, the address of the raw sockets, and the chunk digests
-        of each slice.
+        The address for fetches, the address for plain sockets, and the chunk digests of
+        each slice.
+
+    Raises:
+        TimeoutError: the process was not ready in time.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

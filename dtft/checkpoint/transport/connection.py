@@ -1,8 +1,9 @@
 """One TCP connection between two hosts: sends and receives frames, plain or under TLS.
 
-Payloads are sent from and received into the caller's memory without copies. Every wait
-has a deadline. TCP keepalive detects a silent peer. Seals detect frames that were
-changed, lost, repeated or reordered.
+A frame is one message: a header (a dict) and a payload (bytes). Payloads are sent from
+and received into the caller's memory without copies. Every wait has a deadline. TCP
+keepalive detects a silent peer. Seals (keyed hashes) detect frames that were changed,
+lost, repeated or reordered.
 """
 
 import contextlib
@@ -130,7 +131,9 @@ class TlsStream(SocketStream):
         self._ended = False
 
     def greet(self, deadline: float) -> None:
-        """Runs the TLS handshake and sets `binding`; reads the certificate's files.
+        """Runs the TLS handshake; reads the certificate's files.
+
+        Sets `binding` to the hash of the server's certificate.
 
         Raises:
             TimeoutError: the monotonic clock has passed `deadline`.
@@ -248,7 +251,9 @@ _SCRATCH_BYTES = 1 << 20
 
 
 def no_payload(_: Header, size: int) -> None:
-    """Refuses a frame that has a payload; a `Sink` for frames without payload.
+    """Refuses a frame that has a payload; for the argument `sink` of `Channel.receive`.
+
+    `size` is the payload's size in bytes.
 
     Raises:
         WireError: the frame has a payload.
@@ -264,10 +269,13 @@ class ChannelClosed(ConnectionError):
 
 
 class Unsent:
-    """A frame without payload that `Channel.send_some` sends in several calls."""
+    """A message without payload that is partly sent, or not sent yet.
+
+    `Channel.send_some` sends it in several calls.
+    """
 
     def __init__(self, header: Header) -> None:
-        """Packs the header; the caller may change the header afterwards.
+        """Encodes the header; the caller may change the header afterwards.
 
         Raises:
             ValueError: the header is too large or has too many values.
@@ -281,6 +289,7 @@ class Unsent:
 class Channel:
     """One authenticated connection that sends and receives frames.
 
+    A frame is one message: a header (a dict) and a payload (bytes, perhaps none).
     Sending is thread-safe. Only one thread may receive.
     """
 
@@ -302,7 +311,7 @@ class Channel:
         self._users, self._closed = 0, False
 
     def protect(self, send_key: bytes, receive_key: bytes) -> None:
-        """Sets the keys that seal sent frames and verify received frames.
+        """Sets the keys that authenticate sent frames and verify received frames.
 
         Must be called before the first frame.
         """
@@ -346,9 +355,9 @@ class Channel:
     def send_some(self, unsent: Unsent) -> int | None:
         """Sends as many bytes of a frame as the socket takes now, without waiting.
 
-        The call that seals the frame takes the sending lock and keeps it until the
-        frame is sent: no other frame can be sent meanwhile. A caller that abandons the
-        frame must call `give_up`.
+        The call that sends the first bytes takes the sending lock and keeps it until
+        the frame is sent: no other frame can be sent meanwhile. A caller that abandons
+        the frame must call `give_up`.
 
         Returns:
             None: the frame is sent. 0: another thread is sending. Otherwise the event
@@ -376,7 +385,7 @@ class Channel:
             return None
 
     def give_up(self, unsent: Unsent) -> None:
-        """Closes the channel because `unsent` cannot be sent.
+        """Closes the channel because a frame cannot be sent, perhaps after a part was.
 
         Releases the sending lock if `send_some` keeps it for this frame.
         """
@@ -407,9 +416,10 @@ class Channel:
 
         Args:
             timeout_s: limit for the whole frame, in seconds.
-            sink: called once, also for an empty payload; returns memory of the
-                payload's size. Without a sink, a payload of at most `MAX_UNPLACED`
-                bytes gets new memory.
+            sink: called once with the header and the payload's size in bytes, also for
+                an empty payload. Returns memory of this size, or None to discard the
+                payload. Without a sink, a payload of at most `MAX_UNPLACED` bytes gets
+                new memory.
             begin_s: limit until the frame's first byte arrives, in seconds. None, or a
                 limit above `timeout_s`, has no effect.
             max_header: largest header that is accepted, in bytes; also limits the
@@ -469,10 +479,13 @@ class Channel:
 
     @contextlib.contextmanager
     def _use(self) -> Iterator[None]:
-        """Counts the caller as a user of the descriptor while the context lasts.
+        """Keeps the socket's descriptor open while the context lasts.
 
-        After `close`, the last user closes the descriptor, so that its number is not
-        reused while a thread still uses the descriptor.
+        Counts the threads that use the descriptor. After `close`, the last of them
+        closes it, so that its number is not reused while a thread still uses it.
+
+        Raises:
+            ChannelClosed: the channel was closed on this host.
         """
         with self._state:
             if self._closed:
@@ -489,7 +502,7 @@ class Channel:
 
     @property
     def name(self) -> str:
-        """Name of the peer in messages: address, and "host" of `peer` if given."""
+        """Name of the peer in messages: its address, and its host's name if known."""
         host = self.peer.get("host")
         return f"{host} ({self.address})" if host else self.address
 
@@ -507,7 +520,7 @@ class Channel:
             raise self._late(what)
 
     def write(self, *parts: Buffer, deadline: float) -> None:
-        """Sends bytes without framing; used by `send` and the handshake.
+        """Sends bytes as they are, without a header; used by `send` and the handshake.
 
         Raises:
             ChannelClosed: the connection has ended.
@@ -542,7 +555,7 @@ class Channel:
             raise self._ended(error) from error
 
     def read(self, size: int, *, deadline: float) -> bytearray:
-        """Receives `size` bytes without framing; used by the handshake.
+        """Receives `size` bytes that have no header; used by the handshake.
 
         Raises:
             ChannelClosed: the connection has ended.

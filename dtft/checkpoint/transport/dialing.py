@@ -129,6 +129,10 @@ def resolve(host: str, port: int, timeout_s: float) -> Found:
     The system's resolver has no deadline. So a name is looked up on a thread, which is
     abandoned if the resolver hangs. An IP address needs no lookup.
 
+    Returns:
+        Pairs of address family and socket address (with `port`), in the resolver's
+        order of preference.
+
     Raises:
         TimeoutError: the resolver has not answered within `timeout_s` seconds.
         OSError: the name is not known.

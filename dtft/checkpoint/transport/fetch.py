@@ -1,9 +1,10 @@
 """Fetches slices from one peer over several connections, and serves such fetches.
 
-Bytes are received directly into their target memory and verified chunk by chunk against
-digests. A broken connection is opened again; verified chunks are not requested again. A
-chunk with a wrong digest is requested again, and after `TRIES` wrong copies its slice
-is reported as corrupt. Each connection has at most `DEPTH` requests without an answer,
+Bytes are received directly into their target memory and verified chunk by chunk; each
+chunk has a digest. A broken connection is opened again; verified chunks are not
+requested again. A chunk with a wrong digest is requested again, and after `TRIES` wrong
+copies its slice is reported as corrupt. A request names a range, some whole chunks of
+one or several slices. Each connection has at most `DEPTH` requests without an answer,
 so memory use stays bounded on both sides.
 """
 
@@ -105,10 +106,12 @@ def fetch_slices(
     Args:
         address: "host:port" of the peer's server.
         credentials: the job and its secret.
-        hello: selects the peer's handler, which must call `serve_fetches`.
+        hello: first message on each connection; its "op" selects the peer's handler,
+            which must call `serve_fetches`.
         request: fields of the request that the peer's `serve_fetches` passes to its
             `find`; the slices' keys are added as field "keys".
-        wanted: the slices. On failure their memory has unspecified contents.
+        wanted: the slices, each with its memory and its digests. On failure their
+            memory has unspecified contents.
         chunk_bytes: bytes per digest.
         limit_s: limit of the whole fetch, in seconds.
         streams: most connections at a time; with NIXL only one is opened.
@@ -142,7 +145,11 @@ def fetch_slices(
 
 
 class _Work:
-    """Ranges that are still to be fetched, shared by the connections of one fetch."""
+    """The ranges that are still to be fetched, shared by the connections of one fetch.
+
+    A range is what one request names: some whole chunks of one or several slices. A
+    chunk is the bytes of one digest.
+    """
 
     def __init__(
         self, wanted: Sequence[WantedSlice], chunk_bytes: int, nixl: Nixl | None
@@ -162,9 +169,10 @@ class _Work:
             return self.waiting.popleft() if self.waiting else None
 
     def arrived(self, range_: Range) -> None:
-        """Verifies a received range; queues its wrong chunks to be requested again.
+        """Verifies the bytes of a range that a peer has sent.
 
-        After `TRIES` wrong copies of a chunk, its slice is recorded as corrupt.
+        Chunks that do not match their digests are requested again. After `TRIES` wrong
+        copies of a chunk, its slice is recorded as corrupt instead.
         """
         bad = not_right(range_, self.wanted, self.chunk_bytes)
         with self._lock:
@@ -179,13 +187,14 @@ class _Work:
                     self._corrupt[self.wanted[part.index].key] = None
 
     def cut(self, begun: Range, others: Sequence[Range], error: str) -> int:
-        """Records a failed connection; queues its unverified chunks and ranges again.
+        """Counts a failed connection; what it has not received is requested again.
 
         Args:
-            begun: the range whose answer may have arrived in part, or (); its chunks
-                with right digests count as verified.
-            others: the other ranges that were requested on the connection without an
-                answer.
+            begun: the range whose answer may have arrived in part, or () if there is
+                none. Its chunks with right digests count as verified and are not
+                queued.
+            others: the other ranges that were requested on the connection and not
+                answered.
             error: the reason, for messages.
 
         Returns:
@@ -204,7 +213,7 @@ class _Work:
         """Returns the counts of the finished fetch.
 
         Raises:
-            FetchError: slices are corrupt or incomplete.
+            FetchError: slices are corrupt, or not all bytes were received and verified.
         """
         if self._corrupt:
             text = f"{len(self._corrupt)} corrupt slices"
@@ -228,9 +237,19 @@ def _stream(
 ) -> None:
     """Fetches ranges over one connection until no range of `work` is left to request.
 
-    Opens a broken connection again, unless the peer refuses it or `TRIES` connections
-    in a row brought no progress. The unverified ranges of a broken connection return to
-    `work`, where other connections can take them.
+    Opens a broken connection again. Gives up if the peer refuses connections, lacks a
+    slice, or has a slice of another size, after a NIXL read that was not released, at
+    the deadline, and after `TRIES` connections in a row without progress. The
+    unverified ranges of a broken connection return to `work`, where other connections
+    can take them.
+
+    Args:
+        work: the ranges to fetch; failures are recorded here.
+        address: "host:port" of the peer.
+        credentials: the job and its secret.
+        hello: first message on a connection.
+        asked: second message: the request for the slices.
+        deadline: monotonic time in seconds by which the fetch must end.
     """
     tries = 0
     while tries < TRIES and work.waiting:
@@ -281,7 +300,8 @@ def _opened(
     """Receives the peer's first answer and compares its slice sizes with `sizes`.
 
     Returns:
-        The peer's NIXL offer; None if the peer lends no memory.
+        What the peer's `Nixl.lend` yielded, with which its memory can be read; None if
+        the peer lends no memory.
 
     Raises:
         FetchError: the peer lacks a slice, or the sizes differ.
@@ -296,9 +316,10 @@ def _opened(
 
 
 def _ask(work: _Work, flying: deque[Range]) -> Iterator[dict[str, Any]]:
-    """Yields requests until `DEPTH` ranges are in flight or `work` has no more.
+    """Yields requests until `DEPTH` of them have no answer yet, or `work` has no more.
 
-    Appends each requested range to `flying`, the ranges without an answer.
+    Each request is for one range, which is appended to `flying`: the requested ranges
+    that have no answer yet.
     """
     while len(flying) < DEPTH and (range_ := work.next()) is not None:
         flying.append(range_)
@@ -313,10 +334,20 @@ def _pump(
     gained: list[int],
     deadline: float,
 ) -> None:
-    """Requests and receives ranges until `work` has no more.
+    """Requests and receives ranges over a connection until `work` has no more.
 
-    Adds the size of each received range to `gained[0]`, wrong chunks included. `flying`
-    has the ranges that were requested and not yet received, in order.
+    Args:
+        channel: connection to the peer.
+        work: the ranges to fetch.
+        flying: the ranges that were requested and not yet received, in order; changed.
+        gained: the size in bytes of each received range is added to `gained[0]`, also
+            if chunks of the range do not match their digests.
+        deadline: monotonic time in seconds by which the fetch must end.
+
+    Raises:
+        WireError: an answer does not have the size of its range.
+        ChannelClosed: the connection has ended.
+        TimeoutError: an answer did not come in time.
     """
     while True:
         for asked in _ask(work, flying):
@@ -399,18 +430,18 @@ def serve_fetches(
 ) -> None:
     """Serves one connection of a peer's `fetch_slices` until the peer closes it.
 
-    Answers are sent one at a time, directly from the memory that `find` returns. Parts
-    outside of the slices are refused.
+    Answers are sent one at a time, directly from the memory that `find` returns. If a
+    slice is not held, the only answer is an error.
 
     Args:
         channel: the connection.
-        find: function from the peer's request, which is untrusted, to the slices'
-            bytes; raises KeyError if a slice is not held.
+        find: function from the peer's request, which is untrusted, to the bytes of the
+            requested slices; raises KeyError if a slice is not held.
         nixl: lends the slices' memory to a peer that has NIXL too.
 
     Raises:
-        WireError: the peer requests parts that are malformed, outside of the slices or
-            too large.
+        WireError: the peer requests parts (byte ranges of slices) that are malformed,
+            outside of the slices or too large.
         ChannelClosed: the connection has ended before the first request, or while an
             answer was sent.
         TimeoutError: the peer sends no request, or does not take an answer, in time.
@@ -437,11 +468,12 @@ def serve_fetches(
 
 
 def _let_go(channel: Channel) -> None:
-    """Reads and ignores requests until the peer closes the connection.
+    """Lets the peer read the error that was sent, before the connection is closed.
 
-    Waits for at most `OPEN_S` seconds. The peer may have requested parts already. If
-    the socket were closed with unread bytes, the connection would be reset, and the
-    error sent to the peer could be lost.
+    Reads and ignores requests until the peer closes the connection, for at most
+    `OPEN_S` seconds: the peer may have requested parts of slices already. If the socket
+    were closed with unread bytes, the connection would be reset, and the error could be
+    lost.
     """
     deadline = time.monotonic() + OPEN_S
     with contextlib.suppress(ChannelClosed, TimeoutError):
@@ -463,11 +495,14 @@ def _answer(channel: Channel, slices: Sequence[Parts], opened: dict[str, Any]) -
 
 
 def _cut_out(slices: Sequence[Parts], parts: object) -> list[memoryview]:
-    """Cuts the parts that a peer requests out of the slices, without copies.
+    """Returns the bytes that a peer requests of the slices, without copies.
+
+    `parts` is from the peer: a list of (index in `slices`, first byte, one past the
+    last byte).
 
     Raises:
-        WireError: a part is malformed or outside of its slice, or the parts have more
-            than `MAX_ANSWER` bytes.
+        WireError: `parts` is malformed, a part is outside of its slice, or the parts
+            have more than `MAX_ANSWER` bytes.
     """
     found: list[memoryview] = []
     size = 0

@@ -33,7 +33,10 @@ _BUSY_S = 0.01  # polling interval while another thread sends on the channel
 
 @dataclass(frozen=True, kw_only=True)
 class OutboundLimits:
-    """Limits of one peer's queue; a channel that exceeds a limit is closed."""
+    """Limits of one peer's queue; if one is exceeded, the connection is closed.
+
+    `deadline_s` is the longest time in seconds that a message waits to be sent.
+    """
 
     deadline_s: float = DEADLINE_S
     max_messages: int = MAX_MESSAGES
@@ -66,7 +69,7 @@ class Outbound:
     def post(self, message: Header) -> bool:
         """Sends a message at once or queues it, without waiting.
 
-        The message is packed at once; the caller may change it afterwards.
+        The message is encoded at once; the caller may change it afterwards.
 
         Returns:
             Whether the message was sent or queued. False if the channel has ended, or
@@ -96,7 +99,9 @@ class Outbound:
     def _begin(self) -> None:
         """Sends the only message of the queue, or hands the queue to the writer thread.
 
-        The writer thread gets the queue if the socket does not take the whole message.
+        The writer thread (`_Writer`) gets the queue if the socket does not take the
+        whole message. If it cannot be started, or the connection has ended, the channel
+        is closed.
         """
         try:
             event = self.channel.send_some(self._queue[0][1])
@@ -130,11 +135,12 @@ class Outbound:
     def send_queued(self) -> int | None:
         """Sends queued messages while the socket takes bytes.
 
-        Called only by the writer's thread.
+        Called only by the thread of `_Writer`.
 
         Returns:
-            The event to poll for before the next call; 0: call again soon. None: the
-            queue is empty, perhaps because the channel has ended.
+            The event to poll for before the next call: POLLIN or POLLOUT. 0: another
+            thread is sending on the channel, so call again soon. None: the queue is
+            empty, perhaps because the channel has ended.
         """
         while True:
             self._say()
@@ -185,7 +191,7 @@ class Outbound:
         self._end()
 
     def _say(self) -> None:
-        """Logs once why the peer was given up.
+        """Logs, once, why the channel was closed, if a limit was exceeded.
 
         Called without the lock, because logging may hang.
         """
@@ -203,9 +209,10 @@ class Outbound:
         self._state.notify_all()
 
     def _drop(self) -> None:
-        """Empties the queue and gives up its first message, which may be partly sent.
+        """Empties the queue of a closed channel.
 
-        Called only by the thread that may send from the queue.
+        Its first message, which may be partly sent, may keep the channel's sending
+        lock, which is released. Called only by the thread that may send from the queue.
         """
         if self._queue:
             self.channel.give_up(self._queue[0][1])
@@ -215,7 +222,7 @@ class Outbound:
 
 @dataclass(frozen=True, eq=False)
 class _Backlog:
-    """An `Outbound` whose queue is sent by the thread of `_Writer`."""
+    """An `Outbound` whose queued messages the thread of `_Writer` sends."""
 
     outbound: Outbound
     descriptor: int
@@ -234,7 +241,8 @@ class _Writer:
     def add(self, backlog: _Backlog, event: int) -> None:
         """Hands a queue to the thread, which sends it once the socket has `event`.
 
-        Starts the thread if it is not running.
+        `event` is POLLIN or POLLOUT, or 0 to try again soon. Starts the thread if it is
+        not running.
 
         Raises:
             OSError: the process has no more descriptors.
@@ -273,10 +281,18 @@ class _Writer:
     def _take_new(
         self, backlogs: dict[int, _Backlog], busy: set[int], poller: select.poll
     ) -> bool:
-        """Registers the backlogs that were added since the last call.
+        """Takes over the queues that were added since the last call.
 
-        Returns whether any were added. If there is no backlog at all, closes the
-        eventfd, and the thread then ends.
+        If there is no queue at all, closes the eventfd that wakes the thread; the
+        thread then ends.
+
+        Args:
+            backlogs: the thread's queues by socket descriptor; new ones are added.
+            busy: descriptors of channels on which another thread sends; extended.
+            poller: the new sockets are registered with it.
+
+        Returns:
+            Whether any queue was added.
         """
         with self._lock:
             new, self._new = self._new, []
@@ -301,7 +317,10 @@ class _Writer:
         try:
             event = backlog.outbound.send_queued()
         except Exception:  # an error of one channel must not stop the other channels
-            logger.exception("peer %s: sending failed", backlog.outbound.channel.name)
+            logger.exception(
+                "peer %s: an error while sending; closing the connection",
+                backlog.outbound.channel.name,
+            )
             backlog.outbound.close()
             event = backlog.outbound.send_queued()
         busy.discard(at)

@@ -1,10 +1,11 @@
 """The wire protocol, without I/O: frames, their seals, and the handshake.
 
-The handshake proves that both sides know the job's secret and derives the keys of the
-seals. A seal authenticates a frame's header and its position in the order of frames.
-The values in a large header are counted before the header is decoded (`unpack`),
-because five bytes of msgpack can announce four billion elements. The protocol does not
-encrypt; TLS does.
+A frame is one message: a prefix (version and lengths), a header (a dict in msgpack) and
+a payload (bytes). The handshake proves that both sides know the job's secret and
+derives the keys of the seals. A seal is a keyed hash, which authenticates a frame's
+header and its position in the order of frames. The values in a large header are counted
+before the header is decoded (`unpack`), because five bytes of msgpack can announce four
+billion elements. The protocol does not encrypt; TLS does.
 """
 
 import hashlib
@@ -31,7 +32,10 @@ limits bound the memory that so few bytes can take. Also the least result of
 
 
 def max_items(max_bytes: int) -> int:
-    """Computes how many values a header of at most `max_bytes` packed bytes may have.
+    """Computes how many values a header of at most `max_bytes` bytes may have.
+
+    The bytes are those of the header in msgpack. Keys and the elements of lists count
+    as values.
 
     >>> max_items(1 << 20)
     65536
@@ -61,7 +65,7 @@ def unpack(data: bytes | bytearray, limit: int) -> Any:
 
 
 def count(data: bytes | bytearray, limit: int) -> int:
-    """Counts the values in a packed value: the value itself and all keys and elements.
+    """Counts the values in msgpack data: the outermost value and all keys and elements.
 
     The elements that a list or map announces are counted before they are read, so input
     that exceeds the limit is refused early.
@@ -206,16 +210,16 @@ class Credentials:
 
 
 class Packed(list[Any]):
-    """A list that is packed once, at creation, and used in many headers."""
+    """A list that is converted to msgpack once, when made, and used in many headers."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        """Packs the values; later changes of the list are not packed."""
+        """Converts the values to msgpack; later changes of the list do not count."""
         super().__init__(values)
         self.data: bytes = msgpack.packb(list(self)) or b""
 
 
 def pack(header: Mapping[str, Any]) -> bytes:
-    """Packs a header as msgpack, without a prefix.
+    """Converts the header of a frame (a message) to msgpack, without the prefix.
 
     >>> pack({"hosts": Packed("ab")}) == pack({"hosts": ["a", "b"]})
     True
@@ -230,7 +234,9 @@ def pack(header: Mapping[str, Any]) -> bytes:
 
 
 def encode_header(header: dict[str, Any], payload_bytes: int) -> bytes:
-    """Encodes prefix and header of a frame whose payload has `payload_bytes` bytes.
+    """Encodes the start of a frame: its prefix and its header, without seals.
+
+    The prefix has the version and the lengths of header and payload.
 
     >>> frame = encode_header({"op": "push"}, payload_bytes=5)
     >>> decode_prefix(frame[:PREFIX_BYTES])
@@ -255,7 +261,10 @@ def encode_header(header: dict[str, Any], payload_bytes: int) -> bytes:
 
 
 def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
-    """Decodes the lengths of header and payload in bytes, and checks their limits.
+    """Decodes the prefix of a frame (a message) and checks its version and limits.
+
+    Returns:
+        The lengths in bytes of the header and of the payload.
 
     Raises:
         WireError: the prefix is not of a frame of this version, or a length exceeds its
@@ -276,12 +285,12 @@ def decode_prefix(data: bytes | bytearray) -> tuple[int, int]:
 def decode_header(
     data: bytes | bytearray, max_header: int = MAX_HEADER
 ) -> dict[str, Any]:
-    """Decodes a header from its packed form.
+    """Decodes the header of a frame (a message) from msgpack.
 
     Args:
-        data: the packed form.
-        max_header: limit of the packed size in bytes, from which `max_items` derives
-            the limit of values.
+        data: the header in msgpack.
+        max_header: limit of its size in bytes, from which `max_items` derives the limit
+            of values.
 
     Raises:
         WireError: the data is not msgpack, not a map, has too many values, or is nested
@@ -328,12 +337,20 @@ class Handshake:
 def proof(
     credentials: Credentials, role: Literal["client", "server"], handshake: Handshake
 ) -> bytes:
-    """Computes the proof that the client or the server knows the job's secret."""
+    """Computes the proof that the client or the server knows the job's secret.
+
+    It is an HMAC, which depends on the job's name, on which side `role` names, and on
+    `handshake`.
+    """
     return _derive(credentials, role, handshake)
 
 
 def session_keys(credentials: Credentials, handshake: Handshake) -> tuple[bytes, bytes]:
-    """Derives two keys: for frames to the server, and for frames to the client."""
+    """Derives the two keys that authenticate the frames (messages) of one connection.
+
+    Returns:
+        The key for frames to the server, and the key for frames to the client.
+    """
     return (
         _derive(credentials, "frames to server", handshake),
         _derive(credentials, "frames to client", handshake),
@@ -351,9 +368,11 @@ def _derive(credentials: Credentials, use: str, handshake: Handshake) -> bytes:
 def check_proof(received: bytes | bytearray, expected: bytes, peer: str) -> None:
     """Compares a received proof with the expected one, in constant time.
 
+    `peer` is the peer's address, for messages.
+
     Raises:
-        AuthenticationError: the proofs differ, or `received` is `REFUSAL`; the message
-            names the peer.
+        AuthenticationError: the proofs differ, or the peer sent `REFUSAL` in place of a
+            proof, because it has found this host's proof wrong.
     """
     if hmac.compare_digest(bytes(received), expected):
         return
@@ -384,13 +403,14 @@ FRAME_START_BYTES = PREFIX_BYTES + SEAL_BYTES
 
 
 class Sealer:
-    """Seals the frames of one direction of one connection.
+    """Authenticates the frames (messages) of one direction of one connection.
 
-    Each direction has its own key, derived from the job's secret and both nonces of the
-    handshake, and numbers its frames. The seals cover header, payload size and frame
-    number. So the `Opener` detects changed, missing, repeated, reordered, reflected and
-    foreign frames before the header is used or a byte of the payload is stored. The
-    payload's bytes are not sealed; its receiver checks digests.
+    A seal is a keyed hash. Each direction has its own key, derived from the job's
+    secret and both nonces of the handshake, and numbers its frames. The seals cover
+    header, payload size and frame number. So the `Opener` detects changed, missing,
+    repeated, reordered, reflected and foreign frames before the header is used or a
+    byte of the payload is stored. The payload's bytes are not sealed; its receiver
+    checks digests.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -413,7 +433,7 @@ class Sealer:
         return self.seal(encode_header(header, payload_bytes))
 
     def seal(self, plain: bytes) -> bytes:
-        """Encodes like `frame`, but from `plain`, a result of `encode_header`."""
+        """Adds the seals of the next frame to `plain`, a result of `encode_header`."""
         prefix, packed = plain[:PREFIX_BYTES], plain[PREFIX_BYTES:]
         first = _seal(self._key, self._count, b"p", prefix)
         second = _seal(self._key, self._count, b"h", plain)
@@ -425,7 +445,10 @@ class Sealer:
 
 
 class Opener:
-    """Verifies the frames of a `Sealer`: `start`, then `header`, for each frame."""
+    """Verifies the frames (messages) of a `Sealer`.
+
+    Call `start`, then `header`, for each frame.
+    """
 
     def __init__(self, key: bytes) -> None:
         """Takes one of the keys of `session_keys`."""

@@ -1,8 +1,9 @@
 """Pushes a step's slices to the peer that keeps a copy of them, at a chosen pace.
 
-`send_push` announces the digests of all chunks; the receiver answers which chunks it
-lacks, and only those are sent. Large pushes use several connections. `PushPace` decides
-whether a push is sent at full speed or spread over the time until the next snapshot.
+A slice consists of chunks, which have a digest each. `send_push` announces the digests
+of all chunks; the receiver answers which chunks it lacks, and only those are sent.
+Large pushes use several connections. `PushPace` decides whether a push is sent at full
+speed or spread over the time until the next snapshot.
 """
 
 import contextlib
@@ -97,9 +98,10 @@ class Trial:
         )
 
     def observed(self, step_s: float) -> "Trial":
-        """Returns the trial with one more snapshot; after `AGAIN` of them a new trial.
+        """Returns the trial with the step time of one more snapshot.
 
-        `step_s` is the wall time per step during the snapshot's pushes, in seconds.
+        After `AGAIN` snapshots returns a new trial. `step_s` is the wall time per step
+        during the snapshot's pushes, in seconds.
         """
         count = self.count + 1
         if count >= AGAIN:
@@ -112,10 +114,11 @@ class Trial:
 
 
 def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> float:
-    """Computes the rate, in bytes per second, of a push that is spread.
+    """Computes the rate, in bytes per second, of a push that is spread over time.
 
-    At this rate the push takes `SPREAD` of the time until the next snapshot, but no
-    longer than `MOST_STEPS` and `LIMIT_PART` allow.
+    The push then takes the fraction `SPREAD` of the time until the next snapshot (of
+    `MOST_STEPS` steps if the snapshot comes later), but at most the fraction
+    `LIMIT_PART` of `limit_s`.
 
     Args:
         nbytes: size of the push in bytes.
@@ -133,7 +136,10 @@ def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> fl
 
 
 class Bucket:
-    """Limits the total rate of several senders by pauses in `sent`; thread-safe."""
+    """Limits the total rate of several threads that send, by pauses in `sent`.
+
+    Thread-safe.
+    """
 
     def __init__(
         self,
@@ -166,10 +172,14 @@ class Bucket:
 
 
 class PushPace:
-    """Chooses by a `Trial` whether pushes run at full speed or are spread over time."""
+    """Chooses whether pushes run at full speed or are spread over time.
+
+    It measures which of the two makes training steps faster (`Trial`). `bucket` limits
+    the rate of the pushes.
+    """
 
     def __init__(self, nbytes: int, limit_s: float) -> None:
-        """Starts the trial.
+        """Starts at full speed; nothing is measured yet.
 
         Args:
             nbytes: bytes of all pushes of one snapshot.
@@ -179,9 +189,10 @@ class PushPace:
         self.bucket = Bucket()
 
     def staged(self, step_s: float, interval: int) -> None:
-        """Records a step time in the trial; sets the rate of the next pushes.
+        """Records the last step time; sets the rate of the next pushes.
 
-        Does nothing if a snapshot's pushes have less than `SMALL_BYTES` in all.
+        Called when a new snapshot is in host memory. Does nothing if a snapshot's
+        pushes have less than `SMALL_BYTES` in all.
 
         Args:
             step_s: wall time per step since the last snapshot, in seconds.
@@ -212,7 +223,10 @@ IDLE_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outgoing:
-    """One push to one peer."""
+    """One push to one peer: slices of a step, in chunks.
+
+    A chunk is the bytes of one digest. Chunks are numbered from 0 over all slices.
+    """
 
     header: dict[str, Any]
     """First message of the push; "digests" has the chunk digests of each slice."""
@@ -239,7 +253,7 @@ def send_push(
     connect: Callable[[float], Channel],
     deadline: float,
 ) -> PushedBytes:
-    """Sends the chunks of a push that a peer lacks.
+    """Sends the chunks (bytes of one digest each) of a push that a peer lacks.
 
     The chunks are sent in frames, directly from the memory that `outgoing.chunks`
     returns, one frame after the other on each connection. After an error, another
@@ -319,10 +333,18 @@ def _help(
     frames: deque[list[int]],
     deadline: float,
 ) -> None:
-    """Sends frames over another connection; ends silently if the connection fails.
+    """Sends frames of a push over another connection to the same peer.
 
-    Also ends silently if chunks are no longer in memory (KeyError). The chunks of a
-    frame that could not be sent are sent by the next attempt of the push.
+    Ends silently if the connection fails, or if chunks are no longer in memory
+    (KeyError). The chunks of a frame that could not be sent are sent by the next
+    attempt of the push.
+
+    Args:
+        connect: opens the connection, by a deadline on the monotonic clock.
+        outgoing: the push.
+        frames: the chunk numbers of each frame that is still to be sent; all
+            connections of the push take frames from it.
+        deadline: time limit, on the monotonic clock.
     """
     with contextlib.suppress(OSError, TimeoutError, KeyError):
         with connect(deadline) as channel:
@@ -335,6 +357,13 @@ def frames_of(numbers: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
     """Groups chunks into frames of up to `FRAME_BYTES` bytes and `MAX_NUMBERS` chunks.
 
     A chunk of more than `FRAME_BYTES` is alone in its frame.
+
+    Args:
+        numbers: [n] numbers of the chunks to send.
+        sizes: [chunks] bytes of every chunk of the push.
+
+    Returns:
+        The chunk numbers of each frame.
 
     >>> frames_of(np.array([0, 2, 3]), np.array([1, 1, 6 << 20, 6 << 20]))
     [[0, 2], [3]]
@@ -352,7 +381,13 @@ def frames_of(numbers: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
 
 
 def receive_chunks(channel: Channel, receiving: Receiving) -> None:
-    """Requests the lacking chunks; receives chunks until the sender's end message.
+    """Receives a push: asks for the chunks that this host lacks, then stores them.
+
+    A chunk is the bytes of one digest. Returns at the sender's end message.
+
+    Args:
+        channel: connection from the sender, which has announced the push.
+        receiving: the push; has the chunks that are here, and memory for the others.
 
     Raises:
         ChannelClosed: the connection has ended.
@@ -385,11 +420,16 @@ def receive_chunks(channel: Channel, receiving: Receiving) -> None:
 
 
 def _announced(header: dict[str, Any], size: int, receiving: Receiving) -> list[int]:
-    """Reads the numbers of the chunks in a frame from its header.
+    """Returns the numbers of the chunks in a frame of a push, from the frame's header.
+
+    Args:
+        header: the frame's header.
+        size: bytes of the frame's payload.
+        receiving: the push.
 
     Raises:
         WireError: the chunks are not of this push, or their sizes do not add up to
-            `size`, the payload's bytes.
+            `size`.
     """
     numbers, sizes = header.get("chunks", []), receiving.pool.chunks.sizes
     if (

@@ -50,11 +50,14 @@ class NixlError(OSError):
 
 
 class NixlUnreleased(NixlError):
-    """A read was not released, so NIXL may still write to its targets."""
+    """NIXL did not release a read, so it may still write to the read's targets."""
 
 
 class Nixl:
-    """The NIXL agent of this process, shared by all fetches; thread-safe."""
+    """The NIXL agent (NIXL's library object) of this process, shared by all fetches.
+
+    Thread-safe.
+    """
 
     def __init__(self) -> None:
         """Starts the agent.
@@ -81,6 +84,8 @@ class Nixl:
     @contextmanager
     def lend(self, slices: Sequence[Parts]) -> Iterator[dict[str, Any]]:
         """Registers memory, so that peers can read it while the context lasts.
+
+        `slices` is the memory of each slice, in pieces.
 
         Yields:
             The offer that a peer needs for `borrow` and `read`, as plain values: the
@@ -159,7 +164,7 @@ class Nixl:
         """Reads a peer's memory into `targets`.
 
         Args:
-            lender: name of the peer's agent.
+            lender: name of the peer's NIXL agent, from its offer.
             sources: (address, size in bytes) of each piece of the peer's memory.
             targets: own memory, which may be cut into other pieces than the sources.
             deadline: time limit, on the monotonic clock.
@@ -284,6 +289,10 @@ class _OneThread:
 
         Waits for at most `CALL_S` seconds, and not at all while an earlier call hangs.
 
+        Args:
+            what: name of the call, for the warning.
+            function: called with `arguments`, also after this method has returned.
+
         Returns:
             True if the function has succeeded within that time. Otherwise a warning is
             logged.
@@ -293,7 +302,9 @@ class _OneThread:
         wait((future,), 0 if hung else CALL_S)
         if not future.done():
             self._late = self._late if hung else future
-            logger.warning("NIXL did not manage %s in time", what)
+            logger.warning(
+                "NIXL did not manage %s in time: no longer waiting for it", what
+            )
             return False
         if (error := future.exception()) is not None:
             logger.warning("NIXL failed %s: %r", what, error)

@@ -61,7 +61,10 @@ def _greet_tls(channel: Channel, deadline: float) -> None:
 def prove_as_client(
     channel: Channel, credentials: Credentials, deadline: float
 ) -> None:
-    """Runs the client's half of the handshake; sets the channel's keys.
+    """Runs the client's half of the handshake.
+
+    Both sides prove that they know the job's secret. Afterwards frames can be sent and
+    received on the channel.
 
     Raises:
         AuthenticationError: the server does not know the secret, or refused the
@@ -92,9 +95,11 @@ def prove_as_client(
 def prove_as_server(
     channel: Channel, credentials: Credentials, deadline: float
 ) -> None:
-    """Runs the server's half of the handshake; sets the channel's keys.
+    """Runs the server's half of the handshake.
 
-    Apart from TLS, reads messages of fixed sizes, 72 bytes together.
+    Both sides prove that they know the job's secret. Afterwards frames can be sent and
+    received on the channel. Apart from TLS, reads messages of fixed sizes, 72 bytes
+    together.
 
     Raises:
         AuthenticationError: the client does not know the secret; the refusal was sent.
@@ -215,8 +220,8 @@ class TransportServer:
         Args:
             bind: "host:port" that peers can reach; port 0 chooses a free port.
             credentials: the job and its secret.
-            handlers: maps the "op" of a hello to the handler, which owns the channel
-                until it returns.
+            handlers: maps the "op" of a client's first message (hello) to the handler,
+                which owns the channel until it returns.
             max_connections: most connections at a time; further connections are closed
                 at once.
 
@@ -275,7 +280,11 @@ class TransportServer:
                 continue
             except OSError as error:
                 if not self._closed.wait(0.1):  # too many open files, perhaps
-                    logger.warning("%s cannot accept a peer: %s", self.address, error)
+                    logger.warning(
+                        "%s cannot accept a connection and tries again: %s",
+                        self.address,
+                        error,
+                    )
                 continue
             try:
                 self._admit(connection, format_address(*address[:2]))
@@ -298,7 +307,12 @@ class TransportServer:
                     del self._strangers[oldest]
         if not admitted:
             connection.close()
-            logger.warning("refused peer %s; open connections: %d", address, count)
+            logger.warning(
+                "refused a connection from %s: this server is closing, or has as many "
+                "connections as it may have (%d are open)",
+                address,
+                count,
+            )
         if oldest is not None:
             oldest.close()
 
@@ -312,7 +326,9 @@ class TransportServer:
         except (OSError, TimeoutError) as error:
             logger.info("connection from %s ended: %s", channel.address, error)
         except Exception:
-            logger.exception("handler of peer %s failed", channel.address)
+            logger.exception(
+                "serving the connection from %s failed; closing it", channel.address
+            )
         finally:
             channel.close()
             with self._lock:
