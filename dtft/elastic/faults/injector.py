@@ -464,8 +464,7 @@ class FaultInjector(threading.Thread):
                 os.kill(pid, signal.SIGCONT)
 
     def _failed_at(self, fault: Fault) -> float:
-        """Returns the wall-clock time at which a fault `fail` happened; 0.0 before
-        that.
+        """Returns the wall-clock time at which a `fail` happened; 0.0 before that.
 
         A `fail` raises an exception in a trainer. If the marker file exists, the time
         is its modification time. Otherwise it is the time at which this method first
