@@ -25,7 +25,9 @@ log is written."""
 
 
 class Leadership:
-    """Starts and ends this host's terms as leader. Used by the event loop.
+    """Starts and ends this host's time as leader, which may come more than once.
+
+    Used by the event loop.
 
     Attributes:
         leader: the `Leader` on this host; None while this host does not lead.
@@ -49,8 +51,8 @@ class Leadership:
             membership: this host's membership in the job.
             loop: the agent's event loop.
             lease_s: duration of a lease in seconds.
-            make_leader: makes a leader from the view and the commits at the term's
-                start.
+            make_leader: makes a leader from the view (the job's records in the store)
+                and the commits when this host begins to lead.
             on_begun: called when `leader` has been made.
             on_ended: called when this host no longer leads.
         """
@@ -74,8 +76,11 @@ class Leadership:
         return self._loop.now() >= self._not_before
 
     def see(self, view: View) -> None:
-        """Handles a new view of the store: begins, continues or ends this host's time
-        as leader."""
+        """Handles a new view of the store (the job's records in it at one moment).
+
+        Begins, continues or ends this host's time as leader, as the view shows who
+        holds the leader key.
+        """
         leads = view.leader == self._host and view.term != self._given_up
         if self.leader is not None:
             same_era = view.era == self.leader.view.era
@@ -109,7 +114,14 @@ class Leadership:
         self._on_begun()
 
     def _wait(self, view: View, error: StoreUnavailable) -> None:
-        """Retries the read of the store; after one lease releases the leader key."""
+        """Reads the store again soon; after one lease without an answer, gives up.
+
+        Giving up is `let_go`, which releases the leader key.
+
+        Args:
+            view: the job's records in the store at the last moment known.
+            error: why the store could not be read.
+        """
         if self._loop.now() >= self._let_go_at:
             self.let_go(view, str(error))
             return
@@ -117,13 +129,14 @@ class Leadership:
         self._loop.call_later(RETRY_S, self._read, view.term)
 
     def let_go(self, view: View, why: str) -> None:
-        """Ends this host's term and releases the leader key.
+        """Stops leading and releases the leader key.
 
         Another host can then lead: this host does not try to get the key for three
         leases.
 
         Args:
-            view: the view of the store in which this host holds the key.
+            view: the view of the store (the job's records) in which this host holds the
+                key.
             why: the reason, for the log.
         """
         logger.warning("releasing the leader key: %s", why)
