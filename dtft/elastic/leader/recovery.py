@@ -46,8 +46,7 @@ class RecoveryDecision:
 
     @property
     def sent(self) -> dict[str, int]:
-        """Host to the bytes that other hosts fetch from it; hosts without any are
-        absent."""
+        """Host to the bytes that other hosts fetch from it; non-senders are absent."""
         return dict(self.plan.sent) if self.plan is not None else {}
 
 
