@@ -1,4 +1,4 @@
-"""Commits and exports of one formation, and its snapshot interval.
+"""Commits and exports of one assignment of hosts to slots, and its snapshot interval.
 
 `CommitCoordinator` turns reports into commits, `release` messages (after which trainers
 go on) and export orders. `Intervals` collects the trainers' measurements, has
@@ -369,8 +369,11 @@ class CommitCoordinator:
 
     @property
     def exported(self) -> int:
-        """The step exported last. Before this formation's first export: the newest step
-        in storage, or -1 if storage holds none."""
+        """The step exported last.
+
+        If none was exported since hosts were last assigned to slots: the newest step
+        that storage had then, or -1 if it had none.
+        """
         return self._exported
 
     @property

@@ -356,7 +356,10 @@ def judge(
         message = _fruitless_text(budget, found, attempt)
         return budget, RetryDecision(action="end", cause=found, message=message)
     pause_s = pause_after(budget.fruitless)
-    said = f"step {attempt.step} failed {RESTORE_FAILURES} times and is quarantined"
+    said = (
+        f"restores of step {attempt.step} have failed {RESTORE_FAILURES} times: the "
+        "step is no longer restored from memory (quarantined)"
+    )
     return budget, RetryDecision(
         action="quarantine" if quarantines else "retry",
         not_before=now + pause_s,

@@ -261,7 +261,11 @@ class Leader:
             except Mislabelled as error:
                 self._refuse_copy(str(error))
             except Exception:  # an error in a handler must not end the leader
-                logger.exception("a report of %s could not be handled: %s", host, op)
+                logger.exception(
+                    "a report of host %s failed here, the leader goes on without it: %s",
+                    host,
+                    op,
+                )
         elif self._rendezvous.phase == "gathering":
             assert round_ is not None
             slots = _slots_of(previous)
@@ -346,7 +350,7 @@ class Leader:
 
     def _refused(self, host: str, reason: str | None) -> bool:
         if reason is not None:
-            logger.warning("a report of %s is dropped: %s", host, reason)
+            logger.warning("an invalid report of host %s is dropped: %s", host, reason)
         return reason is not None
 
     def _on_holdings(self, host: str, **reply: Any) -> None:

@@ -3,8 +3,8 @@
 A host that gets the key first reads the recorded commits from the store, on a thread.
 If the store does not answer, the host retries, and releases the key after one lease; no
 host leads meanwhile. A leader whose key has expired continues, and takes the key again
-without a new formation. The leader is closed when another host leads or has led, when
-the store has lost data, or when this host releases the key.
+without forming the job anew. The leader is closed when another host leads or has led,
+when the store has lost data, or when this host releases the key.
 """
 
 import logging
@@ -110,7 +110,7 @@ class Leadership:
             return
         self._taking = 0
         self.leader = self._make_leader(view, outcome.result())
-        logger.info("leading, term %d", term)
+        logger.info("this host leads the job from now on, term %d", term)
         self._on_begun()
 
     def _wait(self, view: View, error: StoreUnavailable) -> None:
@@ -125,7 +125,11 @@ class Leadership:
         if self._loop.now() >= self._let_go_at:
             self.let_go(view, str(error))
             return
-        logger.warning("cannot lead yet, the commits are read again: %s", error)
+        logger.warning(
+            "this host has the leader key but could not read the commits, so it does "
+            "not lead yet and reads them again: %s",
+            error,
+        )
         self._loop.call_later(RETRY_S, self._read, view.term)
 
     def let_go(self, view: View, why: str) -> None:
@@ -139,7 +143,7 @@ class Leadership:
                 key.
             why: the reason, for the log.
         """
-        logger.warning("releasing the leader key: %s", why)
+        logger.warning("this host releases the leader key, another may lead: %s", why)
         self._taking, self._given_up = 0, view.term
         self._not_before = self._loop.now() + 3 * self._lease_s
         self._membership.let_go(view)
@@ -149,7 +153,7 @@ class Leadership:
         """Closes `leader`, if this host leads; does not release the leader key."""
         self._taking = 0
         if self.leader is not None:
-            logger.warning("no longer leading")
+            logger.warning("this host does not lead the job any more")
             self.leader.close()
             self.leader = None
             self._on_ended()

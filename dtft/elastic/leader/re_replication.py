@@ -1,10 +1,10 @@
 """Re-replication: restores the number of copies after a recovery.
 
 After a restore from memory, the slices that a lost host kept for others have too few
-copies. `re_replication_of` computes which slot pushes which slices again.
+copies. `re_replication_of` computes which slot pushes (sends) which slices again.
 `ReReplication` collects the reports of received pushes. The targets are those of the
 copy placement, because hosts have allocated no memory for other slices. `ReReplicator`
-orders the pushes of one formation; the next formation ends them.
+orders the pushes; it forgets them when the job is formed anew.
 """
 
 import functools

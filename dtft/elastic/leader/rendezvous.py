@@ -183,8 +183,8 @@ class Rendezvous:
         """Begins a round (an attempt to form the job).
 
         Orders the connected hosts to stop training and to report their copies. Once
-        they have reported, `gathered` decides the formation. Does nothing while the job
-        ends.
+        they have reported, `gathered` assigns hosts to slots. Does nothing while the
+        job ends.
 
         Args:
             *reasons: the causes; a plain text names no host.

@@ -204,7 +204,10 @@ class Scaling:
         proof = prove(decision.located, decision.layout, told)
         self._journal.event("resized", **dataclasses.asdict(proof))
         if proof.differing:
-            self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
+            self._journal.say(
+                "the job is formed anew, because these restored leaves differ from the "
+                f"commit: {', '.join(proof.differing)}"
+            )
             failure = Failure(kind="restore", step=assignment.step)
             self._rendezvous.failures.add(failure)
             self._rendezvous.form("the restored state was not the committed one")

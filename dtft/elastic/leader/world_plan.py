@@ -48,7 +48,12 @@ class WorldPlan:
 
     @property
     def record(self) -> tuple[int, int, int]:
-        """(number, size, turn), as kept in the field `world` of a `SlotAssignment`."""
+        """(number, size, turn), as kept in the field `world` of a `SlotAssignment`.
+
+        The number identifies the world (group of JAX processes) in the job, the size is
+        its number of process indices, and the turn is the number of its current mesh,
+        from 0.
+        """
         return self.number, self.size, self.turn
 
     def seat(self, host: str) -> dict[str, object]:
