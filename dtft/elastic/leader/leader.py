@@ -262,7 +262,7 @@ class Leader:
                 self._refuse_copy(str(error))
             except Exception:  # an error in a handler must not end the leader
                 logger.exception(
-                    "a report of host %s failed here, the leader goes on without it: %s",
+                    "a report of host %s caused an error and has no further effect: %s",
                     host,
                     op,
                 )

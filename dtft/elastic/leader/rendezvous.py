@@ -393,8 +393,9 @@ class Rendezvous:
     def admit(self, host: str) -> None:
         """Gives a new spare host an index among the JAX processes; orders it to join.
 
-        Does nothing if no index is free, if the job has no hot swaps (processes that
-        outlast a recovery), or if the JAX processes have no coordination service yet.
+        If no index is free, prints this and orders nothing. Does nothing if the job has
+        no hot swaps (processes that outlast a recovery), or if the JAX processes have
+        no coordination service yet.
         """
         if not (self._config.hot_swap and self.world.number) or not self.current:
             return
@@ -511,8 +512,7 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """Returns the hosts in `hosts` that get no slot, so that all others reach each
-        other."""
+        """Returns which of `hosts` get no slot, so that all others reach each other."""
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
@@ -648,8 +648,7 @@ class Rendezvous:
 
     @property
     def available(self) -> int:
-        """The number of usable hosts, without the hosts that get no slot because other
-        hosts do not reach them."""
+        """The number of hosts that may have a slot and that the others reach."""
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
