@@ -98,7 +98,7 @@ class InjectedFault:
 
 
 class FaultInjector(threading.Thread):
-    """Thread that carries out the faults in order while a cluster runs."""
+    """Thread that carries out a drill's faults on a local cluster, ordered by step."""
 
     def __init__(
         self,
@@ -117,14 +117,15 @@ class FaultInjector(threading.Thread):
             cluster: the local cluster that the faults hit.
             faults: faults in any order.
             seed: seed of the random delay of up to 50 ms before a fault without a phase
-                that kills hosts or trainers, stops processes, cuts hosts off or pauses
-                the store.
+                (an activity such as a commit, during which the fault is to happen). The
+                delay applies to faults that kill hosts or trainers, stop processes, cut
+                hosts off or pause the store.
             rejoin_s: seconds after which a killed host is started again, or after which
                 a new host replaces a host that was drained, or that is stopped or cut
                 off for ever; None: neither happens.
-            network: the hosts' namespaces; needed for cuts.
+            network: the hosts' network namespaces; needed for cuts.
             fail_marker: file that a trainer makes just before it raises the exception
-                of a `fail` without `always`.
+                of a fault `fail` that happens only once (without the option `always`).
             last_step: last step of the run; speeds are measured up to this step.
         """
         super().__init__(daemon=True)
@@ -145,8 +146,11 @@ class FaultInjector(threading.Thread):
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
     def run(self) -> None:
-        """Carries out every fault in order. After an exception, stores its text in
-        `error` and undoes the stops, cuts and pauses that are in force."""
+        """Carries out every fault in order; undoes a fault when its duration is over.
+
+        After an exception, stores its text in `error` and undoes the faults in force,
+        such as stopped processes, cuts, pauses and full directories.
+        """
         pending = list(self._faults)
         corrupting: list[Fault] = []
         try:
@@ -190,9 +194,10 @@ class FaultInjector(threading.Thread):
 
     @property
     def not_over(self) -> list[str]:
-        """Faults, in their notation, that have not happened or are not undone yet.
+        """Faults that have not happened or are not undone yet.
 
-        A `corrupt` is left out: it happens with the fault after it.
+        Each is in the notation of `dtft drill`, such as "kill-host:1@150". A `corrupt`
+        is left out: it happens with the fault after it.
         """
         pending = list(self._faults)
         for strike in self.injected:  # a fault may be planned several times
@@ -219,7 +224,11 @@ class FaultInjector(threading.Thread):
     # ----------------------------------------------------------------- watching
 
     def _watch(self) -> None:
-        """Undoes faults whose duration is over, and samples the last finished step."""
+        """Undoes faults whose duration is over, and samples the progress of the run.
+
+        A sample is the time and the last finished step; `rate` computes speeds from
+        samples. Also records when all processes that a fault stopped have died.
+        """
         now = time.time()
         for strike, interruption in list(self._open):
             if strike.gone_s is None and interruption.gone:
@@ -342,7 +351,10 @@ class FaultInjector(threading.Thread):
         return True
 
     def _is_near(self, fault: Fault) -> bool:
-        """Whether the moment of a fault may come within milliseconds."""
+        """Whether the moment of a fault may come within milliseconds.
+
+        The progress boards are then read more often.
+        """
         return fault.phase == "recovery" or (
             self._most("computing") >= fault.step - NEAR_STEPS
         )
@@ -364,10 +376,15 @@ class FaultInjector(threading.Thread):
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
         """Carries out a fault whose moment has been reached.
 
+        Args:
+            fault: the fault.
+            corrupting: the `corrupt` faults that take effect together with `fault`.
+
         Returns:
             Whether the fault was carried out. False in these cases:
 
-            * The fault's phase has ended meanwhile.
+            * The activity during which the fault was to happen (its phase) has ended
+              meanwhile.
             * A victim was killed by an earlier fault and has not been started again.
             * The fault kills a spare, and there is no spare.
             * The fault hits trainers, and a victim's trainer has not started.
@@ -414,11 +431,11 @@ class FaultInjector(threading.Thread):
         return True
 
     def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
-        """Begins a fault of a kind in `INTERRUPTIONS`.
+        """Begins a fault that can be undone, such as a stop or a cut (`INTERRUPTIONS`).
 
         Returns:
-            False if the fault's phase ended before the fault began; the fault is then
-            undone at once.
+            False if the activity during which the fault was to happen (its phase) ended
+            before the fault began; the fault is then undone at once.
         """
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
@@ -437,20 +454,22 @@ class FaultInjector(threading.Thread):
         return True
 
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
-        """Resumes the trainers that were stopped to wait for phase `stored`.
+        """Resumes the trainers that were stopped until storage had a step.
 
-        Does nothing if the fault itself stops trainers.
+        This is for faults of phase `stored`: they happen once an export has completed.
+        Does nothing if the fault itself stops the trainers.
         """
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
             for pid in self._trainer_pids(victims):
                 os.kill(pid, signal.SIGCONT)
 
     def _failed_at(self, fault: Fault) -> float:
-        """Returns the wall-clock time of a trainer's `fail`; 0.0 before the failure.
+        """Returns the wall-clock time at which a `fail` happened; 0.0 before that.
 
-        If the marker file exists, this is its modification time. Otherwise it is the
-        time at which this method first found the exception in the trainer's log. Reads
-        file and log at most every 0.1 s.
+        A `fail` raises an exception in a trainer. If the marker file exists, the time
+        is its modification time. Otherwise it is the time at which this method first
+        found the exception in the trainer's log. Reads file and log at most every 0.1
+        s.
         """
         if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
             return self._raised_at
@@ -544,7 +563,7 @@ class FaultInjector(threading.Thread):
         timer.start()
 
     def _corrupt(self, host: str) -> int:
-        """Inverts one byte in every 4 KiB of a host's arenas and reserved memory.
+        """Inverts one byte in every 4 KiB of the files in which a host keeps copies.
 
         Returns:
             The number of inverted bytes.
@@ -568,9 +587,9 @@ class FaultInjector(threading.Thread):
     ) -> None:
         """Records a `scale` or a `drain`, and starts a thread that requests it.
 
-        Does not wait for the reply, so further faults may happen before. After a
-        `drain`, the thread has as many new hosts started, if killed hosts are started
-        again.
+        Does not wait for the reply, so further faults may happen before. If killed
+        hosts are started again (`rejoin_s`), a new host is also started for each
+        drained host, that long after the reply.
 
         Args:
             fault: the fault.

@@ -61,10 +61,11 @@ def begin(
     """Begins a fault at once; returns the `Interruption` that can undo it.
 
     Args:
-        fault: a fault of a kind in `INTERRUPTIONS`.
-        hosts: names of the hosts that the fault hits; for a cut of a pair, two hosts.
+        fault: a fault that can be undone: its kind is in `INTERRUPTIONS`.
+        hosts: names of the hosts that the fault hits; for a cut between two hosts
+            (reach "pair"), these two.
         cluster: the local cluster of these hosts.
-        network: the hosts' namespaces; needed for cuts only.
+        network: the hosts' network namespaces; needed for cuts only.
         trainer_pids: process ids of the hosts' trainers; used for stop-trainer only.
 
     Raises:
@@ -135,7 +136,7 @@ def stopped(pids: Sequence[int]) -> Interruption:
 
 
 def _store_paused(cluster: LocalCluster) -> Interruption:
-    """Pauses etcd (SIGSTOP), and suspends the supervisor, which would restart etcd."""
+    """Pauses etcd (SIGSTOP), and keeps its supervisor from restarting it meanwhile."""
     cluster.etcd.supervised = False
     paused = stopped([cluster.etcd.pid])
 

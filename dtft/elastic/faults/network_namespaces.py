@@ -111,7 +111,7 @@ class HostNamespaces:
         return ("ip", "netns", "exec", self._hosts[host].name)
 
     def cut(self, host: str, reach: Reach) -> NetworkCut:
-        """Drops a host's packets silently until the cut is healed.
+        """Drops a host's packets silently until `heal` undoes the cut.
 
         Args:
             host: the host.
@@ -122,7 +122,7 @@ class HostNamespaces:
         return self._begin(NetworkCut(hosts=(host,), reach=reach))
 
     def part(self, one: str, other: str) -> NetworkCut:
-        """Drops the packets between two hosts silently until the cut is healed."""
+        """Drops the packets between two hosts silently until `heal` undoes the cut."""
         return self._begin(NetworkCut(hosts=(one, other), reach="pair"))
 
     def heal(self, cut: NetworkCut) -> None:
@@ -142,7 +142,7 @@ class HostNamespaces:
         return cut
 
     def _apply(self, cut: NetworkCut) -> None:
-        """Makes links or neighbour entries of a cut's hosts match the cuts in force.
+        """Sets interfaces or ARP entries of a cut's hosts for the cuts now in force.
 
         Called when `cut` begins and when it is undone.
         """
@@ -170,10 +170,11 @@ class HostNamespaces:
             _run("ip", "link", "set", end, *where)
 
     def _is_dropped(self, sender: int, receiver: int) -> bool:
-        """Whether a cut of one direction or of a pair drops the packets of a sender.
+        """Whether a cut in force drops the packets from `sender` to `receiver`.
 
-        `sender` and `receiver` are the last numbers of IP addresses of hosts or
-        bridges. Cuts with reach "all" or "store" are not considered.
+        Only cuts of one direction and cuts between two hosts are considered, because
+        they work through the sender's ARP entries. `sender` and `receiver` are the last
+        numbers of the IP addresses of hosts or bridges.
         """
         for cut in self._cuts:
             numbers = {self._hosts[name].number for name in cut.hosts}
@@ -224,12 +225,16 @@ class HostNamespaces:
         self._make_known(host)
 
     def _mac(self, side: int, number: int) -> str:
-        """Returns the hardware address (MAC) for an address in one of the networks."""
+        """Returns the hardware address (MAC) for an IP address in one of the networks.
+
+        `side` is 0 for the hosts' network and 1 for the store's. `number` is the last
+        number of the IP address.
+        """
         parts = [int(part) for part in self._networks[side].split(".")] + [number]
         return "02:00:" + ":".join(f"{part:02x}" for part in parts)
 
     def _set_neighbours(self, host: HostNamespace) -> None:
-        """Sets a host's neighbour entries for all other hosts and the bridges."""
+        """Sets a host's ARP entries for all other hosts and the bridges."""
         others = {it.number for it in self._hosts.values()} - {host.number}
         ends = [(0, number) for number in sorted(others | {_GATEWAY})] + [(1, _GATEWAY)]
         _batch(
@@ -241,7 +246,7 @@ class HostNamespaces:
         )
 
     def _make_known(self, host: HostNamespace) -> None:
-        """Sets the neighbour entries for `host` on all other hosts and the bridges."""
+        """Sets the ARP entries for `host` on all other hosts and the bridges."""
         made = set(_names("netns"))
         for other in self._hosts.values():
             if other is not host and other.name in made:
@@ -256,9 +261,15 @@ class HostNamespaces:
         )
 
     def _neighbour(self, side: int, sender: int, receiver: int, device: str) -> str:
-        """Returns the command that sets a sender's neighbour entry for a receiver.
+        """Returns the `ip` command that sets a sender's ARP entry for a receiver.
 
         The entry names an unused hardware address if a cut drops the packets.
+
+        Args:
+            side: 0 for the hosts' network, 1 for the store's.
+            sender: last number of the sender's IP address.
+            receiver: last number of the receiver's IP address.
+            device: the sender's interface to this network.
         """
         dropped = self._is_dropped(sender, receiver)
         where = _NOBODY if dropped else self._mac(side, receiver)

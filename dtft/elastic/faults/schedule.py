@@ -211,7 +211,19 @@ def parse_fault(text: str, num_slots: int) -> Fault:
 def _slots(
     text: str, kind: str, rule: Rule, whom: str, num_slots: int
 ) -> tuple[int, ...]:
-    """Parses the victims' slots; returns () for a role or a kind without victims."""
+    """Parses the victims' slots; returns () for a role or a kind without victims.
+
+    Args:
+        text: the notation of the whole fault, for error messages.
+        kind: the kind of the fault.
+        rule: what the notation of this kind allows.
+        whom: the part WHOM: slots such as "0+2", a role such as "leader", or "".
+        num_slots: the job's number of slots.
+
+    Raises:
+        ValueError: the kind does not allow these victims, or a slot does not exist or
+            is named twice.
+    """
     if whom in ROLES and rule.whom == "slots or role":
         return ()
     if whom and not whom[0].isdigit():
@@ -243,8 +255,17 @@ def _options(
 ) -> dict[str, object]:
     """Parses the options after the step, in any order, each at most once.
 
+    Args:
+        text: the notation of the whole fault, for error messages.
+        kind: the kind of the fault.
+        rule: what the notation of this kind allows.
+        options: the options, such as "commit" or "20".
+
     Returns:
         The field of `Fault` that each option sets, and its value.
+
+    Raises:
+        ValueError: an option is unknown, not allowed, given twice or missing.
     """
     found: dict[str, object] = {}
     for option in options:

@@ -1,4 +1,4 @@
-"""Commits and exports of one formation, and its snapshot interval.
+"""Commits and exports of one assignment of hosts to slots, and its snapshot interval.
 
 `CommitCoordinator` turns reports into commits, `release` messages (after which trainers
 go on) and export orders. `Intervals` collects the trainers' measurements, has
@@ -28,16 +28,17 @@ from dtft.elastic.leader.storage import StorageHealth
 
 
 class Intervals:
-    """The snapshot interval of one formation, in steps.
+    """The number of steps from one snapshot to the next, in one formation of the job.
 
-    With `config.automatic` the interval is chosen from the trainers' measurements. A
-    change takes effect after the next boundary (a step after which every trainer takes
-    a snapshot). Trainers get the change in the `release` message of the boundary
-    before, so no trainer passes the next boundary without the change.
+    A formation is an assignment of hosts to slots. With `config.automatic` the interval
+    is chosen from the trainers' measurements. A change takes effect after the next
+    boundary (a step after which every trainer takes a snapshot). Trainers get the
+    change in the `release` message of the boundary before, so no trainer passes the
+    next boundary without the change.
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        """Starts without a measured snapshot cost."""
+        """Starts with the config's interval and no measurements."""
         self._cadence, self._automatic = config.cadence, config.automatic
         self._seen = Experience()
         self._windows: dict[int, list[Window]] = {}
@@ -52,11 +53,16 @@ class Intervals:
         the new interval); empty before a change."""
 
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
-        """Sets `reach` for the time until the first snapshot is reported.
+        """Sets `reach`, the most steps that the next snapshot may be away.
 
-        A formation that begins from the initial state gets the config's interval. A
-        formation that was restored from memory gets the interval in the restored
-        commit. Otherwise `reach` stays `cadence.period`, the longest interval.
+        Called once for a formation; later `concluded` sets `reach`. If training begins
+        from the initial state, it is the config's interval. If the state was restored
+        from memory, it is the interval in the restored commit. Otherwise it stays
+        `cadence.period`, the longest interval.
+
+        Args:
+            assignment: the assignment of hosts to slots, with the source of the state.
+            commits: the recorded commits, in which the restored one is looked up.
         """
         known = {commit.step: commit.interval for commit in commits}
         if assignment.source == "init":
@@ -73,8 +79,8 @@ class Intervals:
             step: the step of the snapshot.
             interval: steps until the trainer's next snapshot; None for the config's
                 interval.
-            window: the trainer's measurements, as the fields of `Window`; None if it
-                has none.
+            window: the times that the trainer has measured since its last snapshot, as
+                the fields of `Window`; None if it has none.
         """
         self._reported[step] = interval or self._cadence.interval
         if window is not None:
@@ -127,8 +133,10 @@ class Intervals:
         return text
 
     def news(self) -> str | None:
-        """Returns the message about a newly chosen interval, or None if there is no
-        change since the last call."""
+        """Returns the message about a newly chosen interval.
+
+        Returns None if no interval was chosen since the last call.
+        """
         news, self._news = self._news, None
         return news
 
@@ -153,8 +161,10 @@ copied."""
 
 
 class CommitCoordinator:
-    """Commits and exports the steps of one formation. Used by the leader's event
-    loop."""
+    """Commits and exports the steps of one formation (an assignment of hosts to slots).
+
+    Used by the leader's event loop.
+    """
 
     def __init__(
         self,
@@ -170,17 +180,18 @@ class CommitCoordinator:
         health: StorageHealth,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts with no staged step.
+        """Starts without a report of a snapshot.
 
         Args:
             config: the settings of the leader's agent.
-            layout: the layout that the trainers announced.
-            assignment: the assignment of the formation.
+            layout: the layout (mesh and leaves of the state) that the trainers
+                announced.
+            assignment: the host of each slot.
             stored: the newest step in storage, -1 for none.
             export_addresses: host to the host:port of an export's coordination service,
                 for an export in which the host has rank 0.
             addresses: host to the host:port at which it serves its peers.
-            record: queues the write of a commit.
+            record: queues the write of a commit to the store.
             send: `send(host, op, **fields)` sends an order to a host.
             health: the health of storage, which decides when an export may be retried.
             clock: returns the time in seconds.
@@ -229,11 +240,12 @@ class CommitCoordinator:
         Args:
             slot: the trainer's slot.
             step: the step of the snapshot.
-            digests: the digests of the slot's slices; empty for a slice that the slot
-                did not copy.
+            digests: the digest of each of the slot's slices; b"" for a slice that the
+                slot did not copy.
             interval: steps until the slot's next snapshot; None for the config's
                 interval.
-            window: the measurements since the last snapshot, as the fields of `Window`.
+            window: the times measured since the last snapshot, as the fields of
+                `Window`.
 
         Raises:
             Divergence: another slot has different bytes for the same slice.
@@ -299,10 +311,10 @@ class CommitCoordinator:
         return f"step {step}: {self._trackers[step].missing}"
 
     def delayed(self, commit: Commit) -> None:
-        """Lets the trainers go on although the store has not recorded a commit yet.
+        """Lets the trainers go on although the store has not recorded a commit in time.
 
-        The `release` messages contain the commit, so a later leader can learn it from
-        the hosts.
+        The messages that let them go on (`release`) contain the commit, so a later
+        leader can learn it from the hosts.
         """
         self._passed = max(self._passed, commit.step)
         self._release(commit, is_recorded=False)
@@ -314,8 +326,10 @@ class CommitCoordinator:
         self.committed = max(self.committed, commit.step)
 
     def written(self, commit: Commit) -> None:
-        """Handles a commit that the store has recorded: lets the trainers go on, and
-        orders an export of the step if one is due."""
+        """Handles a commit that the store has recorded: lets the trainers go on.
+
+        Also orders an export of the step if one is due.
+        """
         self.recorded(commit)
         self._release(commit, is_recorded=True)
         self._export_if_due(commit.step)
@@ -355,8 +369,11 @@ class CommitCoordinator:
 
     @property
     def exported(self) -> int:
-        """The step exported last. Before this formation's first export: the newest step
-        in storage, or -1 if storage holds none."""
+        """The step exported last.
+
+        If none was exported since hosts were last assigned to slots: the newest step
+        that storage had then, or -1 if it had none.
+        """
         return self._exported
 
     @property
@@ -385,7 +402,8 @@ class CommitCoordinator:
         Args:
             step: the step to export.
             alive: the remaining hosts.
-            held: host -> slice key -> digest, of verified slices of the step.
+            held: for each host, the slices of the step that it holds and has verified:
+                slice key to digest.
 
         Returns:
             Whether the export was ordered; False if some slice is on none of the hosts.
@@ -393,8 +411,11 @@ class CommitCoordinator:
         return self._order_export(step, alive, held)
 
     def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
-        """Returns host -> slice key -> digest, of the slices that hosts copied in a
-        step. Returns None if every host has all slices of its slot."""
+        """Returns which slices of a step each host has copied.
+
+        Returns:
+            Host -> slice key -> digest; None if every host has all slices of its slot.
+        """
         tracker = self._complete.get(step)
         if tracker is None:
             return None  # every host has its whole slot, also of a restored step
@@ -492,8 +513,11 @@ class CommitCoordinator:
         return True
 
     def silent_export(self) -> tuple[int, str] | None:
-        """Returns the step of an export that is past its deadline, and the names of the
-        hosts that have not answered; None if no export is late."""
+        """Returns an export that is past its deadline; None if no export is late.
+
+        Returns:
+            The exported step, and the names of the hosts that have not answered.
+        """
         if self._export is None or self._clock() < self._export_until:
             return None
         return self._export[0], ", ".join(sorted(self._export[1]))

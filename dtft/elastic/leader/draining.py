@@ -85,8 +85,10 @@ class Draining:
     def leaves(self, host: str) -> None:
         """Handles a registered host whose agent is to end (`HostRecord.leaving`).
 
-        The host gets no slot any more. Its agent is told to end at once if the job does
-        not need the host, or if no other host can take its slot.
+        The host gets no slot any more. While the job trains, the agent is told to end
+        at once if the job does not need the host, or if no other host can take its
+        slot. Otherwise that happens later, in `committed`, once another host has the
+        slot.
         """
         rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
         if is_new:
@@ -116,8 +118,10 @@ class Draining:
         return self._rendezvous.phase == "running" and not self._rendezvous.frozen
 
     def _is_leaving(self, host: str) -> bool:
-        """Whether a host is to leave the job and is still registered with the agent
-        process for which this was decided."""
+        """Whether a host is to leave the job and its agent has not been started anew.
+
+        False also for a host that is not registered.
+        """
         known, record = self._departures.get(host), self._registry.records.get(host)
         if known is None or record is None or host not in self._registry.drained:
             return False
@@ -128,7 +132,8 @@ class Draining:
         return host in self._rendezvous.slot_of or host == self._config.host
 
     def _can_train(self, hosts: int) -> bool:
-        """Whether the job can train with this number of hosts."""
+        """Whether `hosts` hosts are enough to train, by the job's limits of its
+        size."""
         coordinator = self._rendezvous.coordinator
         layout = coordinator.layout if coordinator is not None else None
         return self._sizes.choose(hosts, layout) <= hosts
@@ -159,7 +164,9 @@ class Draining:
         """Returns why the job is to be re-formed at this commit; None if it is not.
 
         The job is re-formed if a drained host has a slot or leads. If no other host can
-        take a drained host's slot, lets the drained hosts stay and returns None.
+        take a drained host's slot, the drained hosts stay, and the result is None. The
+        result is also None unless the job trains, while it is being stopped, and once a
+        trainer has finished its last step.
         """
         coordinator = self._rendezvous.coordinator
         round_ = self._rendezvous.current
@@ -178,7 +185,7 @@ class Draining:
 
     @property
     def _needed(self) -> list[str]:
-        """The drained hosts that the job still needs and that were not told to end."""
+        """The drained hosts that have a slot or lead, and were not told to end."""
         return [
             host
             for host, departure in self._departures.items()
@@ -200,8 +207,11 @@ class Draining:
         return RoundReason(f"{text} {leave} the job", hosts=tuple(hosts))
 
     def trained(self, report: RecoveryReport) -> None:
-        """Adds step, bytes and seconds of the recovery to the replies about drained
-        hosts that had a slot and have none any more."""
+        """Completes the replies about drained hosts that have lost their slots.
+
+        Called when every slot trains again. Adds the restored step, the bytes that the
+        recovery moved, and the seconds since the host was to leave.
+        """
         for host, departure in self._departures.items():
             is_free = not departure.told and not self._is_needed(host)
             if is_free and departure.slot >= 0:
@@ -230,7 +240,10 @@ class Draining:
                 self._end(host)
 
     def _end(self, host: str) -> None:
-        """Tells the agent of a drained host to end; answers requests to drain it."""
+        """Tells the agent of a drained host to end, if the host is connected.
+
+        Answers the requests to drain this host.
+        """
         round_, departure = self._rendezvous.current, self._departures[host]
         if round_ is not None and host in self._registry.connected:
             self._send(host, "drained", ballot=round_.ballot)

@@ -54,7 +54,10 @@ class Journal:
         self.event("message", text=text)
 
     def _tell(self, text: str) -> None:
-        """Prints a line on a separate thread, because a write to stdout may block."""
+        """Prints a line, but does not log it.
+
+        A separate thread prints, because a write to stdout may block.
+        """
         with self._changed:
             self._lines.put(text)
             if not self._speaking:
@@ -73,16 +76,22 @@ class Journal:
                 print(f"dtft: {text}", flush=True)
 
     def say_once(self, topic: str, text: str) -> None:
-        """Prints and logs `text` unless it is empty or the last text of `topic`.
+        """Prints and logs `text`, unless it was the last text on the same `topic`.
 
-        An empty text makes the topic forget its last text.
+        An empty text is not printed; it makes the topic forget its last text.
         """
         if text and self._said.get(topic) != text:
             self.say(text)
         self._said[topic] = text
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Queues an event for the log, with the wall-clock time and the host's name."""
+        """Queues an event for the event log.
+
+        Args:
+            kind: what has happened, such as "commit".
+            fields: further values of the event. The wall-clock time and the leading
+                host's name are added.
+        """
         record = {"time": time.time(), "event": kind, "by": self._host, **fields}
         with self._changed:
             self._waiting.append(json.dumps(record) + "\n")
@@ -104,8 +113,11 @@ class Journal:
             )
 
     def _run(self) -> None:
-        """Writes the waiting events; ends after `IDLE_S` seconds without an event.
-        Events whose write failed are tried again with the next event."""
+        """Writes the waiting events, on a thread of its own.
+
+        Ends after `IDLE_S` seconds without an event; the next event starts a new
+        thread. Events whose write failed are tried again with the next event.
+        """
         while True:
             with self._changed:
                 more = self._changed.wait_for(lambda: self._asked > self._done, IDLE_S)
@@ -150,7 +162,7 @@ class Journal:
 
         Args:
             step: the committed step.
-            root: the digest over its slices.
+            root: one digest over the digests of all slices of the step.
         """
         self.last_commit = step
         self.event("commit", step=step, root=root)
@@ -170,8 +182,10 @@ class Journal:
 
 
 def read_events(run_directory: Path) -> list[dict[str, Any]]:
-    """Reads the events of a run so far; skips lines that are not JSON, such as a line
-    torn by a full disk. Returns [] if there is no event log."""
+    """Reads the events of a run so far; returns [] if there is no event log.
+
+    Skips lines that are not JSON, such as a line torn by a full disk.
+    """
     return EventReader(run_directory).new()
 
 

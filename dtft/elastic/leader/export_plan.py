@@ -45,8 +45,9 @@ def plan_idle_export(
 
     Args:
         commits: the recorded commits, newest first.
-        layouts: digest to layout, of the layouts that live hosts know.
-        complete: live host to step to the slots of which the host holds all slices.
+        layouts: the layouts (mesh and leaves of the state) that live hosts know, by
+            digest; a commit names its layout by this digest.
+        complete: live host -> step -> the slots of which the host holds all slices.
 
     Raises:
         NotExportable: no commit exists, no live host knows the commit's layout, or no
@@ -77,15 +78,15 @@ def match_slots(
 ) -> dict[int, str]:
     """Gives a host to as many slots as possible, and no host to two slots.
 
-    After an abandoned formation a host may hold the slices of two slots: its former
-    slot and the slot it was about to take.
+    A host may hold the slices of two slots: its former slot, and a slot that it was
+    about to take when the job was formed anew.
 
     Args:
         slots: the slots; earlier slots take precedence.
         able: host to the slots whose slices it holds.
 
     Returns:
-        Slot to host, in the order of slot numbers.
+        Slot to host, in the order of slot numbers; slots without a host are left out.
 
     >>> match_slots((0, 1), {"a": {0, 1}, "b": {0}})
     {0: 'b', 1: 'a'}
@@ -129,13 +130,14 @@ def borrowed(
     held: Held | None,
     alive: Collection[str],
 ) -> tuple[SliceTransfer, ...] | None:
-    """Plans the transfers that give every writer all slices of its slot.
+    """Plans the transfers after which every writing host has all slices of its slot.
 
     Args:
-        layout: the layout of the state.
-        writers: each writing host's slot.
-        held: the slices that each host holds; None if every host has its whole slot.
-        alive: the hosts that can lend slices.
+        layout: the layout of the state (mesh and leaves).
+        writers: the hosts that write to storage, with the slot of each.
+        held: host -> slice key -> digest, of the slices that each host holds; None if
+            every host has all slices of its slot.
+        alive: the hosts that can send slices.
 
     Returns:
         The transfers; () if `held` is None. None if a writer lacks a slice that no host
@@ -163,7 +165,13 @@ def borrowed(
 def digests_for(
     loans: Sequence[SliceTransfer], held: Held | None, host: str
 ) -> dict[str, bytes]:
-    """Returns slice key to digest, of the slices that `host` fetches in `loans`."""
+    """Returns slice key to digest, of the slices that `host` fetches for an export.
+
+    Args:
+        loans: the transfers to all writing hosts (`borrowed`).
+        held: host -> slice key -> digest; None if nothing is fetched.
+        host: the fetching host.
+    """
     return {
         region.old.key: (held or {})[loan.source][region.old.key]
         for loan in loans

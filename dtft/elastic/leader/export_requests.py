@@ -24,8 +24,10 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class ExportRequests:
-    """The waiting requests for an export, each with the earliest step whose export
-    answers it. Used by the event loop."""
+    """The requests for an export that have no answer yet. Used by the event loop.
+
+    Each is kept with the earliest step whose export answers it.
+    """
 
     def __init__(self) -> None:
         """Starts with no request."""
@@ -35,12 +37,20 @@ class ExportRequests:
         return bool(self._waiting)
 
     def add(self, committed: int, answer: Answer) -> None:
-        """Adds a request that an export of step `committed` or a later step answers."""
+        """Adds a request that an export of step `committed` or a later step answers.
+
+        `answer` sends the reply to the requester.
+        """
         self._waiting.append((committed, answer))
 
     def outcome(self, step: int, ok: bool, error: str) -> None:
-        """Answers the requests for `step` and for earlier steps: with `step` if `ok`,
-        otherwise with `error`."""
+        """Answers the requests for `step` and earlier steps when an export has ended.
+
+        Args:
+            step: the exported step; the reply if `ok`.
+            ok: whether the step was written.
+            error: the reply if not `ok`.
+        """
         reply = {"step": step} if ok else {"error": error}
         for committed, answer in self._waiting:
             if step >= committed:
@@ -52,7 +62,8 @@ class ExportRequests:
 
         Args:
             reason: the reason, for people.
-            moved: whether the requester should ask another host.
+            moved: whether another host leads by now, so the requester should ask that
+                host.
         """
         for _, answer in self._waiting:
             answer({"error": reason, "moved": moved})
@@ -74,7 +85,8 @@ def serve_export(
     Args:
         channel: the connection of the requester.
         config: settings of this host's agent.
-        ask: passes the request to the leader, with the function for the answer.
+        ask: passes the request to the leader; its argument is the function that the
+            leader calls with the reply.
     """
     _asked(channel)
     answers: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -93,7 +105,9 @@ def _asked(channel: Channel) -> None:
 
 
 class StorageExports:
-    """One job's storage and the requests for exports. Used by the event loop.
+    """The steps in one job's storage, and the requests for exports and their outcomes.
+
+    Used by the event loop.
 
     Attributes:
         watch: lists the steps in storage.
@@ -126,9 +140,9 @@ class StorageExports:
             self._requests.add(coordinator.committed, answer)
 
     def committed(self, coordinator: CommitCoordinator, step: int) -> None:
-        """Handles a commit: orders its export if a requester waits.
+        """Handles a commit: orders the export of `step` if a requester waits for one.
 
-        Also prints a message if another export is slow.
+        Also prints a message if an earlier export is so slow that another is due.
         """
         if self._requests:
             coordinator.export(step)
@@ -136,7 +150,7 @@ class StorageExports:
             self._say(self.health.overdue(due, self._loop.now()))
 
     def ended(self, host: str, step: int, ok: bool, error: str) -> None:
-        """Handles the end of an export, written or failed.
+        """Handles the end of an export: logs it and answers the waiting requesters.
 
         Args:
             host: the host that answered last, or failed first; for an export past its
@@ -161,7 +175,7 @@ class StorageExports:
     def wanted(self, committed: int, answer: Answer) -> None:
         """Adds a request that an export of step `committed` or a later step answers.
 
-        Orders no export.
+        Orders no export. `answer` sends the reply to the requester.
         """
         self._requests.add(committed, answer)
 

@@ -1,7 +1,7 @@
-"""The leader's count of trainer failures, over all rounds and all leaders of the job.
+"""The leader's count of trainer failures, over all attempts and all leaders of the job.
 
-Gathers the failures of one attempt until all hosts have reported their copies in the
-next round, because the cause may be reported after its consequences. Then
+Gathers the failures of one attempt to train until all hosts have reported their copies
+for the next attempt, because the cause may be reported after its consequences. Then
 `failure_budget` decides whether to retry. The counts (the failure budget) are kept in
 the store, so the next leader continues them.
 """
@@ -25,7 +25,10 @@ from dtft.elastic.leader.sizes import JobSizes
 
 
 class FailureAccount:
-    """Collects and judges the failures of attempts. Used by the event loop."""
+    """Collects the failures of one attempt to train, and decides whether to retry.
+
+    Used by the event loop.
+    """
 
     def __init__(
         self,
@@ -50,8 +53,10 @@ class FailureAccount:
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
-        """Starts an attempt to train with `assignment`; drops all failures that were
-        added before."""
+        """Starts an attempt to train with `assignment` (a host for each slot).
+
+        Drops the failures of earlier attempts.
+        """
         self._failures = []
         commits = {commit.step for commit in self._records.commits}
         self._attempt = Attempt(
@@ -91,11 +96,12 @@ class FailureAccount:
     def judge(self, assignment: SlotAssignment | None) -> RetryDecision:
         """Decides from the failures of the ended attempt whether and when to retry.
 
-        Stores the changed counts. If the attempt had a new number of slots, also counts
-        a failure for that number (`JobSizes.failed`).
+        Without a failure the job goes on at once. Otherwise stores the changed counts.
+        If the attempt had a new number of slots, also counts a failure for that number
+        (`JobSizes.failed`).
 
         Args:
-            assignment: the assignment of the attempt; None if unknown.
+            assignment: the host of each slot in the attempt; None if unknown.
         """
         now = self._loop.now()
         if not self._failures:

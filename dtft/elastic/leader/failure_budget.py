@@ -110,15 +110,21 @@ class Failure:
 
     @property
     def type_name(self) -> str:
-        """The exception's type name, "exit code N" or "signal N"."""
+        """The exception's type name; for a trainer that ended, its exit code or signal.
+
+        For example "ValueError", "exit code 1" or "signal 9".
+        """
         if self.kind == "exception":
             return self.error.partition(":")[0].strip()
         return f"exit code {self.code}" if self.code >= 0 else f"signal {-self.code}"
 
     @property
     def digest(self) -> str:
-        """Hexadecimal digest of type and message, in which all numbers and memory
-        addresses are replaced by "#"."""
+        """Hexadecimal digest of type and message; equal digests mean the same failure.
+
+        Numbers and memory addresses are replaced by "#" first, because they differ
+        between occurrences of one failure.
+        """
         text = re.sub(r"0x[0-9a-f]+|\d+", "#", f"{self.type_name} {self.error}")
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -188,7 +194,11 @@ class Recurring:
 
 @dataclass(frozen=True, kw_only=True)
 class FailureBudget:
-    """Counts of the failures since the last progress; see the module's docstring."""
+    """Counts of trainer failures since training last made progress.
+
+    `judge` ends the job when a count is too high. The leader writes the budget to the
+    store, so the next leader continues the counts.
+    """
 
     highest: int = -1
     """The highest step ever committed. Steps repeated after a restore from storage are
@@ -203,10 +213,11 @@ class FailureBudget:
     """Steps whose commits are no longer restored from memory."""
 
     def committed(self, step: int) -> "FailureBudget":
-        """Returns the budget after a commit.
+        """Returns the budget after a commit of `step`.
 
-        A new highest step clears `fruitless`, and `recurring` failures of earlier
-        steps.
+        If the step is higher than every step committed before, `fruitless` (failed
+        attempts in a row) becomes 0, and the `recurring` failures at lower steps are
+        forgotten. Otherwise nothing changes.
 
         >>> FailureBudget(highest=7, fruitless=3).committed(7).fruitless
         3
@@ -219,7 +230,7 @@ class FailureBudget:
         return dataclasses.replace(self, highest=step, fruitless=0, recurring=kept)
 
     def trained(self) -> "FailureBudget":
-        """Returns the budget once every slot trains: `restores` is cleared."""
+        """Returns the budget once every slot trains: failed restores are forgotten."""
         return dataclasses.replace(self, restores={}) if self.restores else self
 
     def to_json(self) -> str:
@@ -231,7 +242,7 @@ class FailureBudget:
 
     @classmethod
     def from_json(cls, text: str) -> "FailureBudget":
-        """Parses the text of `to_json`; an unreadable text gives an empty budget.
+        """Parses the text of `to_json`; returns an empty budget if it cannot be read.
 
         A leader must not fail on a text of a broken or newer leader.
         """
@@ -258,7 +269,7 @@ class FailureBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How the failed attempt was started, and whether it trained."""
+    """How a failed attempt to train was started, and whether it trained."""
 
     step: int
     """The restored step."""
@@ -275,7 +286,7 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class RetryDecision:
-    """The leader's decision after the failures of one attempt."""
+    """The leader's decision after a failed attempt: whether, when and how to retry."""
 
     action: Literal["retry", "quarantine", "end"]
     """retry: train again. quarantine: train again, but from another state than the
@@ -299,7 +310,7 @@ def judge(
     *,
     allowed: int = ALLOWED,
 ) -> tuple[FailureBudget, RetryDecision]:
-    """Counts one failed attempt and decides how to go on.
+    """Counts one failed attempt to train and decides how to go on.
 
     Only the root cause of the failures (`cause`) is counted.
 
@@ -310,20 +321,25 @@ def judge(
       failure and corrupt copies are not counted here.
     * `FRUITLESS` attempts in a row without a new highest commit end the job, whatever
       their causes are.
-    * A commit is quarantined after `RESTORE_FAILURES` failed restores, if no attempt
-      between them has trained on every slot. The exception of the last failure then
-      does not end the job, because another state is restored.
+    * A commit is quarantined (no longer restored from memory) after `RESTORE_FAILURES`
+      failed restores, if no attempt between them has trained on every slot. The
+      exception of the last failure then does not end the job, because another state is
+      restored.
     * With a new number of slots, only fruitless attempts are counted.
     * The pause before the next attempt is 0, 1, 2, 4, ... seconds, at most
       `LONGEST_PAUSE_S`.
 
     Args:
         budget: the budget before the attempt.
-        failures: all failures of the attempt, in order of their reports.
+        failures: all failures of the attempt, in order of their reports. If empty,
+            nothing is counted, and the attempt is repeated at once.
         attempt: the start of the attempt.
         now: the time in seconds on any clock; `RetryDecision.not_before` is on the same
             clock.
         allowed: occurrences of one exception that end the job.
+
+    Returns:
+        The new budget, and the decision.
     """
     found = cause(failures)
     if found is None:
@@ -340,7 +356,10 @@ def judge(
         message = _fruitless_text(budget, found, attempt)
         return budget, RetryDecision(action="end", cause=found, message=message)
     pause_s = pause_after(budget.fruitless)
-    said = f"step {attempt.step} failed {RESTORE_FAILURES} times and is quarantined"
+    said = (
+        f"restores of step {attempt.step} have failed {RESTORE_FAILURES} times: the "
+        "step is no longer restored from memory (quarantined)"
+    )
     return budget, RetryDecision(
         action="quarantine" if quarantines else "retry",
         not_before=now + pause_s,
@@ -365,8 +384,14 @@ def _restore_counted(
 ) -> tuple[FailureBudget, bool]:
     """Counts a failed restore of a commit; ignores other failures.
 
+    Args:
+        budget: the budget before the attempt.
+        found: the root cause of the attempt's failures.
+        attempt: the start of the attempt.
+
     Returns:
-        The new budget, and whether this failure quarantines the commit.
+        The new budget, and whether the commit is quarantined from now on: no longer
+        restored from memory.
     """
     if attempt.has_trained or not attempt.is_commit or not _blames_commit(found):
         return budget, False
@@ -381,9 +406,11 @@ def _restore_counted(
 
 
 def _blames_commit(found: Failure) -> bool:
-    """Whether the restored copy may have caused a failure: a restore failed, or a
-    trainer failed during the restore or in an unknown phase. Kills and consequences of
-    other failures do not count."""
+    """Whether a corrupt or wrong restored copy may have caused a failure.
+
+    True if a host could not restore, or if a trainer failed during the restore or in an
+    unknown phase. False for kills and for consequences of other failures.
+    """
     if found.is_killed or found.is_consequence:
         return False
     if found.kind in ("exception", "exit"):
@@ -396,9 +423,12 @@ def _recurring_counted(
 ) -> tuple[FailureBudget, int]:
     """Counts an exception or an exit that may recur.
 
+    `found` is the root cause of an attempt's failures.
+
     Returns:
-        The new budget, and the count. The count is 0 for every other failure: a kill, a
-        consequence of another failure, a corrupt copy, or another `Kind`.
+        The new budget, and how often this failure has occurred. The number is 0 for
+        every other failure: a kill, a consequence of another failure, a corrupt copy,
+        or one that is neither an exception nor an exit.
     """
     counts = found.kind == "exception" or found.kind == "exit"
     if not counts or found.is_killed or found.is_consequence:
@@ -439,7 +469,10 @@ def _fruitless_text(budget: FailureBudget, found: Failure, attempt: Attempt) -> 
 
 
 def _evidence(found: Failure) -> str:
-    """Returns the end of the traceback and the path of the log, each on a new line."""
+    """Returns the end of a failure's traceback and the path of its log, if known.
+
+    Each begins with a new line; returns "" if both are unknown.
+    """
     lines = [f"log of {found.host}: {found.log}"] if found.log else []
     if found.traceback:
         lines.insert(0, found.traceback[-_TRACEBACK_BYTES:].rstrip())

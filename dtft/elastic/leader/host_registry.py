@@ -1,10 +1,10 @@
 """The leader's registry of connected hosts, and its reactions when hosts join or leave.
 
-A host is present while its link is open. A host whose link has ended stays registered
-for one lease and is lost after that. It is lost at once if its link was silent or its
-port refuses connections. A lost host that reconnects is registered like any other. A
-host that does not report its copies in time is left out of formations until it reports
-them. `seat_policy` decides which host gets which slot.
+A host is present while its link (connection to the leader) is open. A host whose link
+has ended stays registered for one lease and is lost after that. It is lost at once if
+its link was silent or its port refuses connections. A lost host that reconnects is
+registered like any other. A host that does not report its copies in time gets no slot
+until it reports them. `seat_policy` decides which host gets which slot.
 """
 
 from collections.abc import Collection, Mapping
@@ -48,7 +48,8 @@ class HostRegistry:
             now: the time in seconds.
             grace_s: seconds for which hosts that the store lists may still be
                 connecting.
-            former: host to incarnation, for the slots of the last assignment.
+            former: for each host with a slot in the last assignment, its incarnation
+                then: an id that names the agent process.
         """
         self._records: dict[str, HostRecord] = {}
         self._away: dict[str, float] = {}
@@ -74,16 +75,19 @@ class HostRegistry:
 
     @property
     def away(self) -> set[str]:
-        """The hosts whose link has ended and that may still reconnect."""
+        """The hosts whose link to the leader has ended and that may still reconnect."""
         return set(self._away)
 
     @property
     def records(self) -> dict[str, HostRecord]:
-        """The records of connected hosts and of hosts away for less than a lease."""
+        """The records of connected hosts, and of hosts whose link has just ended.
+
+        The latter stay registered for a lease.
+        """
         return dict(self._records)
 
     def connect(self, record: HostRecord) -> bool:
-        """Registers a host's record.
+        """Registers a connected host, or a newer record of one.
 
         Returns:
             False if the same agent process is connected already and only its record is
@@ -116,7 +120,7 @@ class HostRegistry:
             self._away.setdefault(host, now)
 
     def overdue(self, now: float, limit_s: float) -> list[str]:
-        """Returns the hosts that have been away for longer than `limit_s` seconds."""
+        """Returns the hosts whose link ended more than `limit_s` seconds ago."""
         return sorted(host for host, at in self._away.items() if now > at + limit_s)
 
     def lose(self, host: str) -> bool:
@@ -130,8 +134,11 @@ class HostRegistry:
 
     @property
     def lost_hosts(self) -> set[str]:
-        """The hosts that had a slot when this host began to lead, or have been
-        connected since, and are not registered now. They may be alive and reconnect."""
+        """The hosts that were registered, or had a slot, and are not registered now.
+
+        Slots count as they were when this host began to lead. The hosts may be alive
+        and reconnect.
+        """
         return {*self._gone, *self._former} - self._records.keys()
 
     def leave_out(self, host: str) -> None:
@@ -144,7 +151,7 @@ class HostRegistry:
         self._drained.add(host)
 
     def keep(self, host: str) -> None:
-        """Undoes `drain`: the host may have a slot again."""
+        """Undoes `drain`: the host stays in the job and may have a slot again."""
         self._drained.discard(host)
 
     @property
@@ -155,7 +162,8 @@ class HostRegistry:
     def agent_ended(self, record: HostRecord) -> bool:
         """Records that a host's agent process has ended, if the host is not registered.
 
-        Formations then no longer wait for an answer of this process.
+        The leader then no longer waits for an answer of this process before it decides
+        which host gets which slot.
 
         Returns:
             False if the host is registered; then nothing changes.
@@ -170,11 +178,12 @@ class HostRegistry:
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
-        """Returns the connected, unusable hosts that are due for another check.
+        """Returns the unusable hosts that the leader should now ask again.
 
-        The pause of a host doubles with every check, up to `LONGEST_ASK_S`, because
-        some hosts can never have a slot. The first call with an unusable host starts
-        its first pause.
+        These are connected hosts that can have no slot, because they reported so or did
+        not report their copies, and whose pause is over. The pause of a host doubles
+        with every call that returns it, up to `LONGEST_ASK_S`, because some hosts can
+        never have a slot. The first call with an unusable host starts its first pause.
         """
         found = []
         for host in [*self.unfit, *self._silent]:
@@ -187,9 +196,9 @@ class HostRegistry:
         return sorted(found)
 
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
-        """Returns the hosts that must answer before a formation is decided.
+        """Returns the hosts that must answer before hosts are assigned to slots.
 
-        See `is_expected`, which decides this for one host.
+        The arguments are those of `is_expected`, which decides this for one host.
         """
         hosts = {*self._records, *registered, *self._former}
         return {host for host in hosts if self.is_expected(host, registered, now)}
@@ -197,10 +206,11 @@ class HostRegistry:
     def is_expected(
         self, host: str, registered: Mapping[str, HostRecord], now: float
     ) -> bool:
-        """Whether one host must answer before a formation is decided.
+        """Whether one host must answer before hosts are assigned to slots.
 
-        True for hosts that are connected, away for less than a lease, or may still be
-        connecting. False for hosts that were left out (`leave_out`).
+        True for hosts that are connected, whose link ended less than a lease ago, or
+        that may still be connecting. False for hosts that did not answer in time before
+        (`leave_out`).
 
         Args:
             host: the host.
@@ -225,8 +235,10 @@ class HostRegistry:
 
     @property
     def num_usable(self) -> int:
-        """The number of hosts in `usable`. Counted without making a list, because the
-        number is needed whenever a host joins."""
+        """The number of hosts in `usable`.
+
+        Counted without making a list, because it is needed whenever a host joins.
+        """
         unusable = {*self._away, *self._silent, *self._drained, *self.unfit}
         return len(self._records) - len(unusable & self._records.keys())
 
@@ -234,7 +246,7 @@ class HostRegistry:
         """Returns why no host can have a slot.
 
         Returns "" if some host may have a slot, or if no host is registered. A lost
-        host that was not unfit counts as a host that may have a slot.
+        host counts as one that may have a slot, unless it had reported that it cannot.
         """
         hosts = self._records.keys() | self._gone.keys()
         if not self._records or hosts - self.unfit.keys():
@@ -266,17 +278,18 @@ class HostMonitor:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Starts without a round; `take_over` begins one if it is needed."""
+        """Starts without forming the job; `take_over` does so if it is needed."""
         self._config, self._records, self._rendezvous = config, records, rendezvous
         self._registry, self._loop, self._journal = registry, loop, journal
 
     def take_over(self) -> None:
-        """Begins a round if the store has the assignment of an earlier leader, or if
-        the store has lost its data. Begins no round for a new job.
+        """Forms the job anew if this host leads after another leader.
 
-        The reasons for the round name the hosts that have a slot in the assignment but
-        that the store no longer lists. Such a host may be alive, because its lease also
-        runs out while the store does not answer.
+        This is so if the store has an assignment of hosts to slots, or has lost its
+        data. A new job is formed later, when enough hosts have connected. The reason
+        names the hosts that have a slot in the assignment but that the store no longer
+        lists. Such a host may be alive, because its lease also runs out while the store
+        does not answer.
         """
         view = self._records.view
         if view.assignment is not None:
@@ -289,9 +302,10 @@ class HostMonitor:
             self._rendezvous.form("the store has lost its data")
 
     def see(self, view: View) -> None:
-        """Handles a new view of the store, which may allow the formation to be decided.
+        """Handles a new view of the store (the job's records in it at one moment).
 
-        A host that the store no longer lists stays registered while it is connected.
+        If the job is being formed, hosts may now be assigned to slots. A host that the
+        store no longer lists stays registered while it is connected.
         """
         self._records.see(view)
         self._rendezvous.gathered()
@@ -301,7 +315,8 @@ class HostMonitor:
 
         A newer record is only stored. For a host that has connected:
 
-        * While a formation is being decided, the host is asked for its copies.
+        * While the leader decides which host gets which slot, the host is asked for its
+          copies.
         * If the host has a slot, the job is formed anew.
         * If all slots have hosts, the host becomes a spare.
         * If the job waits for hosts or has not begun, it is formed if the hosts now
@@ -358,7 +373,7 @@ class HostMonitor:
             self._registry.disconnect(record.host, self._loop.now())
 
     def tick(self) -> None:
-        """Drops hosts that were away for too long and checks unusable hosts again.
+        """Drops hosts whose link ended a lease ago, and asks unusable hosts again.
 
         Also forms a served job, whose processes the user starts, once all processes
         have attached.
@@ -376,7 +391,10 @@ class HostMonitor:
                 self._rendezvous.form("every process has attached")
 
     def lost(self, host: str, how: str) -> None:
-        """Handles the loss of a host; does nothing for a host that is not registered.
+        """Handles the loss of a host: forms the job anew if the host had a slot.
+
+        Does nothing for a host that is not registered. If the job is being formed
+        already, the loss is one more reason.
 
         Args:
             host: the lost host.
@@ -400,7 +418,7 @@ class HostMonitor:
     def agent_ended(self, record: HostRecord) -> None:
         """Handles the news that an agent ended before this host began to lead.
 
-        Rounds then no longer wait for an answer of the agent's host.
+        The leader then no longer waits for an answer of the agent's host.
         """
         if self._registry.agent_ended(record):
             self._rendezvous.gathered()
@@ -413,8 +431,8 @@ class HostMonitor:
         Args:
             host: the reporting host.
             why: the reason, for people.
-            layout: JSON of the layout that did not fit into the host's memory, if that
-                is the reason.
+            layout: if the state did not fit into the host's memory: its layout (mesh
+                and leaves) as JSON; otherwise "".
         """
         is_new = host not in self._registry.unfit
         self._registry.unfit[host] = why
@@ -435,9 +453,10 @@ class HostMonitor:
             self._rendezvous.answered()
 
     def fit(self, host: str) -> None:
-        """Handles the report that an unfit host can have a slot again.
+        """Handles the report that a host can have a slot again.
 
-        Forms the job anew if the job waits for hosts.
+        Forms the job anew if the job waits for hosts. Does nothing if the host had not
+        reported that it cannot have a slot.
         """
         if self._registry.unfit.pop(host, None) is None:
             return
@@ -448,9 +467,11 @@ class HostMonitor:
     def _ask_again(self, host: str) -> None:
         """Sends another order to an unusable host, in case it can have a slot by now.
 
-        A host that was left out is ordered to report its copies, but only while the job
-        waits for hosts or a formation is being decided. An unfit host is ordered to
-        allocate memory; if no layout is known, it counts as fit at once.
+        A host that did not report its copies is ordered to report them, but only while
+        the job waits for hosts or the leader decides which host gets which slot. A host
+        that reported that it cannot have a slot is ordered to allocate memory for one.
+        If it is not known how much memory a slot needs, the host counts as usable at
+        once.
         """
         if host not in self._registry.unfit:
             if self._rendezvous.phase == "waiting" or self._rendezvous.is_deciding:
@@ -459,12 +480,13 @@ class HostMonitor:
             self.fit(host)
 
     def leave_out(self, answered: Collection[str]) -> None:
-        """Gives no slot to the expected hosts that have not answered a round in time.
+        """Gives no slot to the hosts that did not report their copies in time.
 
-        Such a host may have a slot again once it answers.
+        Such a host may have a slot again once it answers. Hosts are then assigned to
+        slots without these hosts.
 
         Args:
-            answered: the hosts that have answered the current round.
+            answered: the hosts that have reported.
         """
         expected = self._registry.expected({}, self._loop.now())
         for host in sorted(expected - set(answered)):

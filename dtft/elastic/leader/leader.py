@@ -74,11 +74,11 @@ class Leader:
         Args:
             config: the settings of this host's agent.
             membership: this host's membership in the job.
-            view: the view of the store at the beginning of the term.
+            view: the job's records in the store when this host began to lead.
             commits: the commits recorded at that time, newest first.
             loop: the agent's event loop.
-            send: `send(host, op, **fields)` reaches any connected host.
-            journal: prints and records messages.
+            send: `send(host, op, **fields)` sends an order to a connected host.
+            journal: prints messages and writes the event log.
             list_steps: lists the steps that a storage directory holds.
             committing: called with the step of a commit that is being written, and with
                 0 once the commit is recorded.
@@ -137,13 +137,15 @@ class Leader:
 
     @property
     def view(self) -> View:
-        """The newest view of the store."""
+        """The newest view of the store: the job's records in it at one moment."""
         return self._records.view
 
     @property
     def num_slots(self) -> int:
-        """The number of slots of the assignment; the configured number without an
-        assignment."""
+        """The number of slots of the current assignment of hosts to slots.
+
+        Without an assignment: the number in the config.
+        """
         assignment = self._rendezvous.assignment
         return len(assignment.slots) if assignment else self._config.num_slots
 
@@ -186,14 +188,17 @@ class Leader:
     def agent_ended(self, record: HostRecord) -> None:
         """Handles the news that an agent ended before this host began to lead.
 
-        Rounds then no longer wait for an answer of the agent's host.
+        The leader then no longer waits for an answer of the agent's host.
         """
         self._monitor.agent_ended(record)
 
     # ----------------------------------------------------------------- reports
 
     def _handlers_of_reports(self) -> dict[str, Callable[..., None]]:
-        """Maps each op to its handler, which takes the host and the report's fields."""
+        """Maps the op (kind) of a report to its handler.
+
+        A handler takes the host and, as keyword arguments, the report's fields.
+        """
         handlers = {
             "holdings": self._on_holdings,
             "reached": self._rendezvous.reached,
@@ -220,9 +225,11 @@ class Leader:
         return handlers
 
     def handle_report(self, host: str, message: dict[str, Any]) -> None:
-        """Handles a host's report; drops a malformed report.
+        """Handles a host's report; logs and drops a malformed report.
 
-        Also drops a report of an earlier round (attempt to form the job), except these:
+        A report names the round in which it was made (an attempt to form the job) by
+        its ballot, (leader's term, counter). A report of an earlier round is dropped,
+        except these:
 
         * `fit`, `unfit`, and a `fatal` without a ballot are handled in any round.
         * A trainer's failure is added to the reasons for the new round, while that
@@ -254,7 +261,11 @@ class Leader:
             except Mislabelled as error:
                 self._refuse_copy(str(error))
             except Exception:  # an error in a handler must not end the leader
-                logger.exception("a report of %s could not be handled: %s", host, op)
+                logger.exception(
+                    "a report of host %s caused an error and has no further effect: %s",
+                    host,
+                    op,
+                )
         elif self._rendezvous.phase == "gathering":
             assert round_ is not None
             slots = _slots_of(previous)
@@ -270,10 +281,15 @@ class Leader:
     def _fail(self, message: str, code: int = 1) -> None:
         """Ends the job after a failure that would repeat, with two exceptions.
 
-        With the code `FATAL_INPUT` and a new number of slots, excludes this number
-        instead (`Scaling.undone`). In a served job (whose processes the user starts)
-        the processes get the message and are detached; the agents continue and keep
-        the last commit.
+        If the job has a new number of slots and `code` is `FATAL_INPUT`, excludes this
+        number instead (`Scaling.undone`). In a served job (whose processes the user
+        starts) the processes get the message and are detached; the agents continue and
+        keep the last commit.
+
+        Args:
+            message: the reason, for people.
+            code: exit code of the agents; `FATAL_INPUT` blames the config or other
+                input.
         """
         if not self._seats.ends_by_itself:
             self._journal.say(message)
@@ -296,8 +312,7 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def _look_for_stuck(self) -> None:
-        """Re-forms the job if a trainer is stuck; checks at most every `LOOK_S`
-        seconds.
+        """Re-forms the job if a trainer is stuck; looks at most every `LOOK_S` seconds.
 
         Does nothing in a served job (whose processes the user starts), or unless the
         trainers start or train.
@@ -325,15 +340,17 @@ class Leader:
         rendezvous.form(RoundReason(found.text, hosts=found.hosts))
 
     def _refuse_copy(self, why: str) -> None:
-        """Re-forms the job after a report that a copy has the bytes of another step
-        than its label."""
+        """Re-forms the job because a copy has the bytes of another step than its label.
+
+        `why` says which copy, for people.
+        """
         self._journal.say(why)
         self._rendezvous.failures.add(Failure(kind="copy", error=why))
         self._rendezvous.form(why)
 
     def _refused(self, host: str, reason: str | None) -> bool:
         if reason is not None:
-            logger.warning("a report of %s is dropped: %s", host, reason)
+            logger.warning("an invalid report of host %s is dropped: %s", host, reason)
         return reason is not None
 
     def _on_holdings(self, host: str, **reply: Any) -> None:
@@ -399,8 +416,11 @@ class Leader:
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
-        """Logs that every slot trains. After a recovery, prints the recovery's cost and
-        answers the requests to scale."""
+        """Logs that every slot trains.
+
+        After a recovery, prints the recovery's cost, answers the requests to scale, and
+        adds the cost to the later replies about drained hosts.
+        """
         if assignment.rung is None:
             self._journal.event("started", step=assignment.step)
             if self._rendezvous.coordinator is not None:
@@ -454,8 +474,9 @@ class Leader:
         return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
 
     def _fails(self, kind: Kind, host: str, **told: Any) -> None:
-        """Adds a host's failure to the failure account, and keeps it in
-        `_newest_failure` as a reason for a round.
+        """Records a host's failure, by which it is decided whether to retry.
+
+        Also keeps it in `_newest_failure`, as a reason to form the job anew.
 
         Args:
             kind: the kind of failure.
@@ -533,7 +554,14 @@ class Leader:
     # --------------------------------------------------------------- the store
 
     def _written(self, label: str, value: Any) -> None:
-        """Handles a write that the store has recorded."""
+        """Handles a write that the store has recorded.
+
+        Args:
+            label: the kind of the write, such as "commit"; all but commits and
+                assignments are ignored.
+            value: the commit; for an assignment, the ballot (number) of the attempt to
+                form the job.
+        """
         if label == "assignment":
             self._rendezvous.assigned(value)
         elif label == "commit" and self._rendezvous.coordinator is not None:
@@ -568,7 +596,13 @@ class Leader:
     def _delayed(self, label: str, value: Any) -> None:
         """Handles a write that the store has not recorded in time.
 
-        After a delayed commit the trainers go on; a delayed assignment is reported.
+        After a delayed commit the trainers go on. A delayed assignment is reported to
+        people, and training waits.
+
+        Args:
+            label: the kind of the write: "commit" or "assignment".
+            value: the commit; for an assignment, the ballot (number) of the attempt to
+                form the job.
         """
         if label == "commit" and self._rendezvous.coordinator is not None:
             self._rendezvous.coordinator.delayed(value)
@@ -579,8 +613,9 @@ class Leader:
     def tick(self) -> None:
         """Does the periodic work.
 
-        Reacts if the deadline of a host, of an export or of the phase has passed. Ends
-        the job if a stop was requested or every slot has finished.
+        Reacts if time has run out for a host, for an export or for what the job waits
+        for, such as the next snapshot. Ends the job if a stop was requested or every
+        slot has finished.
         """
         rendezvous = self._rendezvous
         self._monitor.tick()
@@ -659,8 +694,11 @@ class Leader:
             self._ended(result)
 
     def _await_save(self) -> None:
-        """Restarts the deadline of the phase "running" while no save is in progress,
-        because the user's processes decide when to save."""
+        """Lets a served job train without limit of time while no save is in progress.
+
+        The user's processes decide when to save. Without a save, the time limit for the
+        next snapshot begins anew at every call.
+        """
         coordinator = self._rendezvous.coordinator
         if self._rendezvous.phase == "running" and not (
             coordinator and coordinator.is_waiting
@@ -668,8 +706,10 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def close(self, flush_s: float = 0.0) -> None:
-        """Ends this host's time as leader; waits at most `flush_s` seconds until the
-        event log is written."""
+        """Ends this host's time as leader; waiting requesters are sent to the next one.
+
+        Waits at most `flush_s` seconds until the event log is written.
+        """
         self._storage.close()
         self._scaling.close()
         self._draining.close()
@@ -678,12 +718,15 @@ class Leader:
 
 
 def _slots_of(assignment: SlotAssignment | None) -> Mapping[str, int]:
-    """Returns host to slot; empty without an assignment."""
+    """Returns the slot of each host in an assignment; {} without an assignment."""
     return assignment.slot_of if assignment is not None else {}
 
 
 def _with_evidence(message: Mapping[str, Any]) -> str:
-    """Returns the text of a fatal report, with its traceback and log, if present."""
+    """Returns the text of a `fatal` report, with its traceback and log, if present.
+
+    A `fatal` report tells of an error that would repeat if the job went on.
+    """
     told = [message["message"], message.get("traceback", "").rstrip()]
     if message.get("log"):
         told.append(f"log: {message['log']}")

@@ -3,8 +3,8 @@
 A host that gets the key first reads the recorded commits from the store, on a thread.
 If the store does not answer, the host retries, and releases the key after one lease; no
 host leads meanwhile. A leader whose key has expired continues, and takes the key again
-without a new formation. The leader is closed when another host leads or has led, when
-the store has lost data, or when this host releases the key.
+without forming the job anew. The leader is closed when another host leads or has led,
+when the store has lost data, or when this host releases the key.
 """
 
 import logging
@@ -25,7 +25,9 @@ log is written."""
 
 
 class Leadership:
-    """Starts and ends this host's terms as leader. Used by the event loop.
+    """Starts and ends this host's time as leader, which may come more than once.
+
+    Used by the event loop.
 
     Attributes:
         leader: the `Leader` on this host; None while this host does not lead.
@@ -49,8 +51,8 @@ class Leadership:
             membership: this host's membership in the job.
             loop: the agent's event loop.
             lease_s: duration of a lease in seconds.
-            make_leader: makes a leader from the view and the commits at the term's
-                start.
+            make_leader: makes a leader from the view (the job's records in the store)
+                and the commits when this host begins to lead.
             on_begun: called when `leader` has been made.
             on_ended: called when this host no longer leads.
         """
@@ -74,8 +76,11 @@ class Leadership:
         return self._loop.now() >= self._not_before
 
     def see(self, view: View) -> None:
-        """Handles a new view of the store: begins, continues or ends this host's time
-        as leader."""
+        """Handles a new view of the store (the job's records in it at one moment).
+
+        Begins, continues or ends this host's time as leader, as the view shows who
+        holds the leader key.
+        """
         leads = view.leader == self._host and view.term != self._given_up
         if self.leader is not None:
             same_era = view.era == self.leader.view.era
@@ -105,28 +110,40 @@ class Leadership:
             return
         self._taking = 0
         self.leader = self._make_leader(view, outcome.result())
-        logger.info("leading, term %d", term)
+        logger.info("this host leads the job from now on, term %d", term)
         self._on_begun()
 
     def _wait(self, view: View, error: StoreUnavailable) -> None:
-        """Retries the read of the store; after one lease releases the leader key."""
+        """Reads the store again soon; after one lease without an answer, gives up.
+
+        Giving up is `let_go`, which releases the leader key.
+
+        Args:
+            view: the job's records in the store at the last moment known.
+            error: why the store could not be read.
+        """
         if self._loop.now() >= self._let_go_at:
             self.let_go(view, str(error))
             return
-        logger.warning("cannot lead yet, the commits are read again: %s", error)
+        logger.warning(
+            "this host has the leader key but could not read the commits, so it does "
+            "not lead yet and reads them again: %s",
+            error,
+        )
         self._loop.call_later(RETRY_S, self._read, view.term)
 
     def let_go(self, view: View, why: str) -> None:
-        """Ends this host's term and releases the leader key.
+        """Stops leading and releases the leader key.
 
         Another host can then lead: this host does not try to get the key for three
         leases.
 
         Args:
-            view: the view of the store in which this host holds the key.
+            view: the view of the store (the job's records) in which this host holds the
+                key.
             why: the reason, for the log.
         """
-        logger.warning("releasing the leader key: %s", why)
+        logger.warning("this host releases the leader key, another may lead: %s", why)
         self._taking, self._given_up = 0, view.term
         self._not_before = self._loop.now() + 3 * self._lease_s
         self._membership.let_go(view)
@@ -136,7 +153,7 @@ class Leadership:
         """Closes `leader`, if this host leads; does not release the leader key."""
         self._taking = 0
         if self.leader is not None:
-            logger.warning("no longer leading")
+            logger.warning("this host does not lead the job any more")
             self.leader.close()
             self.leader = None
             self._on_ended()

@@ -1,10 +1,10 @@
 """Re-replication: restores the number of copies after a recovery.
 
 After a restore from memory, the slices that a lost host kept for others have too few
-copies. `re_replication_of` computes which slot pushes which slices again.
+copies. `re_replication_of` computes which slot pushes (sends) which slices again.
 `ReReplication` collects the reports of received pushes. The targets are those of the
 copy placement, because hosts have allocated no memory for other slices. `ReReplicator`
-orders the pushes of one formation; the next formation ends them.
+orders the pushes; it forgets them when the job is formed anew.
 """
 
 import functools
@@ -26,8 +26,10 @@ Holders = Mapping[str, Collection[str]]
 
 @dataclass(kw_only=True)
 class ReReplication:
-    """The pushes that make the missing copies of one step, and the reports of pushes
-    that have arrived."""
+    """The pushes that make the missing copies of one step, and which have arrived.
+
+    A push is the slices that one slot sends to another.
+    """
 
     step: int
     pushes: tuple[Push, ...]
@@ -53,7 +55,7 @@ class ReReplication:
 
     @property
     def whole(self) -> bool:
-        """Whether all pushes have been received."""
+        """Whether all pushes have arrived, so no copy is missing."""
         return self._by_pair.keys() <= self._held
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
@@ -77,8 +79,10 @@ class ReReplication:
         return [push.target for push in self.pushes if push.source == source]
 
     def degraded_line(self, wanted: int) -> str:
-        """Formats the message while copies are missing; `wanted` is the full number of
-        copies."""
+        """Formats the message for people while copies are missing.
+
+        `wanted` is the number of copies that every slice should have.
+        """
         targets = {push.target for push in self.pushes}
         return (
             f"degraded: slices of step {self.step} have {self.copies} of {wanted} "
@@ -87,9 +91,13 @@ class ReReplication:
         )
 
     def healthy_line(self, wanted: int, committed: int, now: float) -> str:
-        """Formats the message when all copies exist.
+        """Formats the message for people when all copies exist.
 
-        `committed` is the newer committed step that ended the re-replication, or 0.
+        Args:
+            wanted: the number of copies that every slice should have.
+            committed: the newer step whose commit has ended the re-replication; 0 if
+                all pushes have arrived.
+            now: the time in seconds, on the clock of `begun`.
         """
         copies = f"{wanted} cop{'ies' if wanted != 1 else 'y'}"
         seconds = f"{now - self.begun:.2f} s"
@@ -115,11 +123,12 @@ def re_replication_of(
 ) -> ReReplication:
     """Computes which pushes make the missing copies of a restored step.
 
-    Assumes that every slot has its own slices again.
+    A push is the slices that one slot sends to another. Assumes that every slot has its
+    own slices again.
 
     Args:
         step: the restored step.
-        placement: the placement of copies.
+        placement: which slots keep copies of which slices.
         slots: the host of each slot.
         holders: slice key to the hosts with a verified copy before the restore.
         domains: host to its failure domain; an unnamed host is its own domain.
@@ -151,7 +160,10 @@ def re_replication_of(
 
 
 class ReReplicator:
-    """Orders re-replication after a recovery. Used by the event loop."""
+    """Orders hosts to make copies again that went with lost hosts.
+
+    Used by the event loop.
+    """
 
     def __init__(
         self,
@@ -169,8 +181,14 @@ class ReReplicator:
     def begin(self, round_: Round, view: View) -> None:
         """Orders hosts to push the missing copies.
 
-        Called when every slot has its own slices again. Orders nothing for the job's
-        first formation, or if the state was not restored from memory.
+        Called when every slot has its own slices again. Orders nothing when the job
+        starts, or if the state was not restored from memory.
+
+        Args:
+            round_: the attempt to form the job, with its assignment and what was
+                restored.
+            view: the job's records in the store, from which the failure domains are
+                taken.
         """
         self._round, self._repair, self._view = round_, None, view
         assignment, decision = round_.assignment, round_.decision
@@ -204,20 +222,23 @@ class ReReplicator:
         """Records that slot `target` holds a verified copy of slot `source`'s slices.
 
         The last missing copy ends the re-replication. Does nothing if none is under
-        way, if it was begun in another round than `round_`, or if `step` is not the
-        restored step.
+        way, if the job has been formed anew since it began (`round_` is another attempt
+        to form the job), or if `step` is not the restored step.
 
         Raises:
-            Mislabelled: `root` is not the digest of the restored slices; see
-                `ReReplication.held`.
+            Mislabelled: `root`, one digest over the copy, is not that of the restored
+                slices; see `ReReplication.held`.
         """
         if self._repair is not None and round_ is self._round:
             self._repair.held(step, source, target, root)
             self._conclude(0)
 
     def committed(self, round_: Round | None, step: int) -> None:
-        """Ends the re-replication, because step `step` was committed with all its
-        copies. Does nothing if `round_` is not the round of `begin`."""
+        """Ends the re-replication, because `step` was committed with all its copies.
+
+        Does nothing if the job has been formed anew since it began: `round_` is then
+        another attempt to form the job.
+        """
         if self._repair is not None and round_ is self._round:
             self._conclude(step)
 
@@ -248,7 +269,12 @@ def _restored(round_: Round, located: Located) -> dict[str, bytes]:
     """Returns slice key to digest of the restored state.
 
     These are the digests that hosts computed after the restore. Hosts do this only
-    after a change of size; for all other slices the commit's digests are returned.
+    after the number of slots has changed; for all other slices the commit's digests are
+    returned.
+
+    Args:
+        round_: the attempt to form the job, with the hosts' reports of the restore.
+        located: the restored commit, with its digests.
     """
     told = (outcome.get("restored", {}) for outcome in round_.prepared.values())
     return {**located.digests, **{key: it for one in told for key, it in one.items()}}

@@ -1,10 +1,11 @@
 """The leader's writes to the store, and the view and commits that the leader knows.
 
-The store applies a write only while the leader key and the era (which changes when the
-store has lost data) are unchanged. Writes run in order on a thread beside the event
-loop, and each is retried until the store answers. Training continues meanwhile: a
-delayed commit is reported, and the trainers go on without it. Only a new formation (an
-assignment of hosts to slots) waits until its assignment is recorded.
+A view is the job's records in the store at one moment. The store applies a write only
+while the leader key and the era (which changes when the store has lost data) are
+unchanged. Writes run in order on a thread beside the event loop, and each is retried
+until the store answers. Training continues meanwhile: a delayed commit is reported, and
+the trainers go on without it. Only a new formation (an assignment of hosts to slots)
+waits until its assignment is recorded.
 """
 
 import itertools
@@ -48,10 +49,11 @@ class _Write:
 
 
 class Records:
-    """One leader's newest view, last commits and queued writes to the store.
+    """What one leader knows of the store: view, last commits, and its queued writes.
 
-    Used by the event loop. A write replaces an older write with the same label that is
-    still queued; no other write is dropped.
+    The view is the job's records in the store at one moment. Used by the event loop. A
+    write replaces an older write with the same label (kind) that is still queued; no
+    other write is dropped.
     """
 
     def __init__(
@@ -71,12 +73,12 @@ class Records:
 
         Args:
             membership: this host's membership in the job.
-            view: the view at the beginning of the term.
+            view: the job's records in the store when this host began to lead.
             commits: the commits that the store had at that time, newest first.
             loop: the agent's event loop.
             journal: tells people that the store does not answer.
             store: the store's address, for messages.
-            on_written: called with label and value of each recorded write.
+            on_written: called with label (kind) and value of each recorded write.
             on_delayed: called with label and value of a commit or an assignment that
                 has to wait, once for each.
             on_committing: called with the step of each commit that is queued.
@@ -104,13 +106,14 @@ class Records:
         return max((commit.step for commit in self.commits), default=0)
 
     def learn(self, commits: Sequence[Commit]) -> None:
-        """Adds commits that hosts have reported, if they are newer than the newest
-        commit known here.
+        """Adds the commits in `commits`, which hosts have reported, that are newer.
 
-        All copies of a reported commit existed. Either the store has lost the commit,
-        or the store did not answer the leader that made the commit. A commit of an
-        earlier formation than that of the newest commit known here is not added,
-        because training has been restored from an earlier step since then.
+        A commit is added only if its step is higher than that of every commit known
+        here. All copies of a reported commit existed. Either the store has lost the
+        commit, or the store did not answer the leader that made it. A commit is not
+        added if its assignment of hosts to slots is older than that of the newest
+        commit known here, because training has been restored from an earlier step since
+        then.
         """
         newest = self.commits[0] if self.commits else None
         found = [
@@ -134,9 +137,13 @@ class Records:
         return self._away
 
     def put(self, label: str, value: Any, name: str, text: str) -> None:
-        """Queues the write of `text` to the job's key `name`.
+        """Queues the write of `text` to the job's key `name` in the store.
 
-        The callbacks get `label`, the kind of the write, and `value`.
+        Args:
+            label: the kind of the write, such as "stored"; passed to the callbacks.
+            value: what is written, passed to the callbacks.
+            name: the end of the key.
+            text: the text to write.
         """
         change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
         write = self._new(label, value, lambda: change)
@@ -147,9 +154,9 @@ class Records:
     def commit(self, commit: Commit) -> None:
         """Queues the write of a commit.
 
-        The commit is reported as delayed if it is not recorded after `PATIENCE_S`
-        seconds, or earlier if the store fails to answer; at once if the store is
-        `away`.
+        If the store has not recorded it after `PATIENCE_S` seconds, or fails to answer
+        before that, the callback `on_delayed` is called, so that training goes on. If
+        the store is `away`, that happens at once.
         """
         self.commits = [commit, *self._recorded][:KEPT_COMMITS]
         self._on_committing(commit.step)
@@ -171,7 +178,7 @@ class Records:
         return _Write(label=label, value=value, number=number, change=change)
 
     def _late(self, write: _Write) -> None:
-        """Reports a commit as delayed if it is still queued; once for each commit."""
+        """Calls `on_delayed` for a commit that is still queued; once per commit."""
         if write not in self._waiting or write.number <= self._told or self._closed:
             return
         self._told = write.number
@@ -201,11 +208,17 @@ class Records:
         self._lane.submit(work, lambda outcome: self._done(write, view, outcome))
 
     def _perform(self, view: View, change: Put) -> bool:
-        """Performs one write on the lane's thread, and compacts the store if due.
+        """Performs one write on the thread for writes; the event loop does not wait.
+
+        Also compacts the store (drops old versions of keys) if enough was written.
+
+        Args:
+            view: the view (the job's records) with the leader key that must still hold.
+            change: the key and the value to write.
 
         Returns:
-            False if the store refused the write because the leader key or the era has
-            changed.
+            False if the store refused the write, because the leader key or the era
+            (which changes when the store has lost data) has changed.
 
         Raises:
             StoreUnavailable: the store does not answer, or it is full.
@@ -258,8 +271,11 @@ class Records:
         )
 
     def see(self, view: View) -> None:
-        """Takes a newer view. If this host has got the leader key anew, retries writes
-        that the store has refused."""
+        """Takes a newer view of the store (the job's records in it at one moment).
+
+        If this host has got the leader key anew, retries writes that the store has
+        refused.
+        """
         renewed, self.view = view.term != self.view.term, view
         if renewed:
             self._fenced_off = False

@@ -1,6 +1,6 @@
 """Computes what a recovery restores: the step, its source and the transfers.
 
-Pure functions of the commits, the verified holdings and the steps in storage. They
+Pure functions of the commits, the hosts' verified copies and the steps in storage. They
 choose the step to restore, the rung (own memory, peers' memory or storage), and each
 slice's sender and receiver.
 """
@@ -69,13 +69,15 @@ def decide(
 
     Args:
         commits: the recorded commits, newest first.
-        layout: the running job's layout, if any live host knows it.
+        layout: the running job's layout (mesh and leaves of the state), if any live
+            host knows it.
         holdings: the verified copies of live hosts.
-        slots: the host of each slot in the new formation; if there are more or fewer
-            than in the commit's layout, the job has more or fewer replicas.
+        slots: the host of each slot from now on; if there are more or fewer than in the
+            commit's layout, the job has more or fewer replicas.
         storage_steps: the steps that storage holds.
         quarantined: the steps whose restore failed too often.
-        other_layouts: layouts of formations of another size, if live hosts know them.
+        other_layouts: other layouts that live hosts know, such as those from before a
+            change of the number of slots.
         placed: for each slot, the failure domain by which the commits' copies were
             placed; empty if every slot was its own domain.
         domains: host to its failure domains, "power/rack"; near hosts are preferred as
@@ -101,13 +103,19 @@ def _newest(
     holdings: Holdings,
     placed: Sequence[str],
 ) -> tuple[Located | None, list[str]]:
-    """Locates the copies of the newest commit that can be restored.
+    """Finds the newest commit that can be restored, and which hosts hold its slices.
 
-    The copies of each commit are located in the layout in which the commit was made.
+    Args:
+        commits: the commits, newest first.
+        known: the layouts (mesh and leaves of the state) that live hosts know, by
+            digest; a commit names its layout by this digest.
+        holdings: the verified copies of live hosts.
+        placed: for each slot, the failure domain by which the copies were placed; empty
+            if every slot was its own domain.
 
     Returns:
-        The located commit, or None if no commit can be restored; and the reasons why
-        newer commits cannot be restored.
+        The commit with the holders of its slices, or None if no commit can be restored;
+        and the reasons why newer commits cannot be restored.
     """
     reasons: list[str] = []
     for commit in commits:
@@ -153,8 +161,10 @@ def _from_memory(
 
 
 def layout_on(layout: Layout, num_slots: int) -> Layout:
-    """Computes the layout on `num_slots` slots, with proportionally more or fewer
-    replicas.
+    """Computes a layout (mesh and leaves of the state) for another number of slots.
+
+    The number of replicas changes in proportion. Returns `layout` itself if it has
+    `num_slots` slots.
 
     Raises:
         ValueError: the state cannot be resized; see `resized`.
@@ -168,7 +178,7 @@ def layout_on(layout: Layout, num_slots: int) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """The cost of one recovery, for the drill's JSON and the printed line."""
+    """The cost of one recovery, for `dtft drill --json` and the printed line."""
 
     fault: str
     generation: int
@@ -245,11 +255,18 @@ def _from_storage(num_bytes: int) -> str:
 def fetches_for(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> dict[str, list[dict]]:
-    """Computes the fields `transfers` and `regions` of one host's `prepare` order.
+    """Computes which slices one host fetches from which hosts in a restore.
 
-    Whole slices are named by their keys. If any slice of the host is assembled from
-    pieces, all slices of the host are given as regions, including those in its own
-    memory.
+    Args:
+        plan: the transfers of the whole restore.
+        addresses: host to host:port.
+        host: the fetching host.
+
+    Returns:
+        The fields `transfers` and `regions` of the host's order to restore (`prepare`).
+        Whole slices are in `transfers`, named by their keys. If any slice of the host
+        is assembled from pieces, all slices of the host are in `regions`, including
+        those in its own memory, and `transfers` is empty.
     """
     if plan.moves_whole(host):
         transfers = transfers_to(plan.transfers_to(host), addresses, host)
@@ -260,8 +277,12 @@ def fetches_for(
 def transfers_to(
     transfers: Sequence[SliceTransfer], addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """Lists the whole slices that one host fetches: a dict per source, with the
-    source's address and the slice keys."""
+    """Lists the whole slices that one host fetches, by the host that sends them.
+
+    Returns:
+        A dict for each sender: its name "host", its "address", and the "keys" of the
+        slices.
+    """
     return [
         {
             "host": transfer.source,
@@ -276,8 +297,12 @@ def transfers_to(
 def regions_to(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """Lists the pieces of one host's new slices: a dict per source, with the source's
-    address and the regions to read. The host itself is the first source."""
+    """Lists the pieces of one host's new slices, by the host that sends them.
+
+    Returns:
+        A dict for each sender: its name "host", its "address", and the "regions" to
+        read. The host's own memory is the first sender.
+    """
     sources = [(host, plan.own(host))]
     sources += [(it.source, it.regions) for it in plan.transfers_to(host)]
     return [

@@ -76,7 +76,10 @@ answer, or has lost its steps."""
 
 @dataclass(kw_only=True)
 class Resize:
-    """A formation with another number of slots, for which processes compile ahead."""
+    """An assignment with another number of slots, for which processes compile ahead.
+
+    The job is formed with it once they have compiled.
+    """
 
     formation: tuple[int, ...]
     """The index of the process of each slot."""
@@ -88,13 +91,16 @@ class Resize:
 
 
 class Rendezvous:
-    """The state machine that forms the job.
+    """The state machine that forms the job: it decides which host gets which slot.
+
+    A round is one attempt to form the job.
 
     Attributes:
         phase: the current state, named after the awaited event or the work in progress.
         deadline: end of the phase in seconds, on the monotonic clock.
         current: the newest round; None before the first.
-        previous: the last assignment before the current round's; None if there is none.
+        previous: the last assignment of hosts to slots before the current round's; None
+            if there is none.
         assignment: the current round's assignment, once recorded; None before.
         failures: counts the failures and decides whether to retry.
         coordinator: commits and exports the steps of the last recorded assignment; None
@@ -114,7 +120,7 @@ class Rendezvous:
         storage: StorageWatch,
         sizes: JobSizes,
     ) -> None:
-        """Starts idle, without a round."""
+        """Starts without forming the job; `form` does that."""
         self._config, self._records, self._registry = config, records, registry
         self._loop = loop
         self._sizes = sizes
@@ -165,10 +171,10 @@ class Rendezvous:
         copies; None if the job is not to end."""
 
     def end(self, decision: RetryDecision) -> None:
-        """Begins a round that ends the job with `decision`.
+        """Ends the job with `decision`, once the hosts have reported their copies.
 
-        First the hosts report the copies that they hold, so the last step can be
-        exported. A decision to end that was made before is kept.
+        The last step can then be exported. A decision to end that was made before is
+        kept.
         """
         self._end = self._end or decision
         self.form(decision.message)
@@ -177,8 +183,8 @@ class Rendezvous:
         """Begins a round (an attempt to form the job).
 
         Orders the connected hosts to stop training and to report their copies. Once
-        they have reported, `gathered` decides the formation. Does nothing while the job
-        ends.
+        they have reported, `gathered` assigns hosts to slots. Does nothing while the
+        job ends.
 
         Args:
             *reasons: the causes; a plain text names no host.
@@ -229,9 +235,10 @@ class Rendezvous:
         )
 
     def _end_world(self) -> None:
-        """Forgets the world, and orders the end of its coordination service.
+        """Forgets the current world: the JAX processes that train or wait to train.
 
-        Orders nothing if each process has a coordination service of its own.
+        If one host runs JAX's coordination service for all of them, orders it to end
+        the service.
         """
         old, self.world = self.world, WorldPlan(number=0, indices={}, size=0)
         self._swaps = 0
@@ -240,16 +247,20 @@ class Rendezvous:
             self._send(old.server, "serve", ballot=ballot, server="", size=old.size)
 
     def trained(self) -> None:
-        """Records that every slot trains, and calls `rehearse`."""
+        """Records that every slot trains.
+
+        Also orders processes to compile ahead for a possible recovery (`rehearse`).
+        """
         self._swaps = 0
         self.failures.trained()
         self.rehearse()
 
     def rehearse(self) -> None:
-        """Orders the processes in the world to compile for formations that may follow.
+        """Orders the JAX processes to compile the step for meshes that may follow.
 
-        These are the formations after the loss of one host, and `_resize`. Does nothing
-        unless all slots train and processes can compile ahead.
+        These are the meshes after the loss of one host, and the mesh of another number
+        of slots if that is due (`_resize`). Does nothing unless all slots train and
+        processes can compile ahead.
         """
         round_, old = self.current, self.assignment
         if round_ is None or old is None or not self._can_rehearse:
@@ -272,10 +283,10 @@ class Rendezvous:
 
     @property
     def _can_rehearse(self) -> bool:
-        """Whether all slots train, and processes can compile for the next formation.
+        """Whether all slots train, and processes can compile for the next mesh now.
 
-        Processes can do this on CPU only, with hot swaps, and not in the last formation
-        of a world.
+        Processes can do this on CPU only, with hot swaps (processes that outlast a
+        recovery), and only if the same processes may still form another mesh.
         """
         return (
             self.current is not None
@@ -285,16 +296,17 @@ class Rendezvous:
         )
 
     def rehearse_size(self, slots: int) -> bool:
-        """Lets processes compile for a formation with another number of slots.
+        """Lets processes compile for another number of slots before the job has it.
 
-        The first call for a formation orders its processes to compile while they train.
+        The first call for the same hosts orders their processes to compile while they
+        train.
 
         Returns:
             Whether the job can be formed with `slots` slots now: all these processes
             have reported that they have compiled, or `timeouts.start` seconds are over.
-            True at once if they cannot compile ahead (`_can_rehearse`), if a host of
-            the formation has no process in the world, or if the job has a plan, which
-            belongs to one number of slots.
+            True at once if they cannot compile ahead (`_can_rehearse`), if a host that
+            would get a slot has no process among the JAX processes, or if the job has a
+            plan, which belongs to one number of slots.
         """
         round_, old, now = self.current, self.assignment, self._loop.now()
         if round_ is None or old is None or not self._can_rehearse or round_.planned:
@@ -315,8 +327,10 @@ class Rendezvous:
         return set(formation) <= ready or now >= self._resize.until
 
     def joined(self, host: str) -> None:
-        """Handles the report that a new process of a spare host has joined the
-        world."""
+        """Handles the report that a spare host's process has joined the JAX processes.
+
+        It is ordered to compile ahead, too.
+        """
         if self._resize is not None:
             self._resize.ready.discard(host)
         self.rehearse()
@@ -324,26 +338,47 @@ class Rendezvous:
     def rehearsed(
         self, host: str, world: int, turn: int, formations: list[list[int]]
     ) -> None:
-        """Handles the report that a host's process has compiled formations ahead."""
+        """Handles the report that a host's process has compiled ahead.
+
+        Ignores the report unless it is about the mesh that may come next.
+
+        Args:
+            host: the reporting host.
+            world: the number of the group of JAX processes (world) for which it
+                compiled.
+            turn: the number of the mesh among those that this group forms, from 0.
+            formations: what it compiled for: lists of the process index of each slot.
+        """
         is_next = (world, turn) == (self.world.number, self.world.turn + 1)
         if self._resize is not None and is_next:
             if list(self._resize.formation) in formations:
                 self._resize.ready.add(host)
 
     def _places(self, filled: Sequence[HostRecord | None]) -> tuple[int, ...]:
-        """Returns the index of the process of each slot; () if a slot has no host, or
-        if a host has no process in the world."""
+        """Returns the index of each slot's process among the JAX processes.
+
+        Returns () if a slot has no host, or if a host has no such process.
+
+        Args:
+            filled: the record of each slot's host; None for a slot without a host.
+        """
         hosts = [record.host for record in filled if record is not None]
         if len(hosts) < len(filled) or not set(hosts) <= self.world.indices.keys():
             return ()
         return tuple(self.world.indices[host] for host in hosts)
 
     def _after_losses(self, round_: Round, old: SlotAssignment) -> list[list[int]]:
-        """Computes the formation after the loss of each host that has a slot.
+        """Computes which processes would train after the loss of each host with a slot.
 
-        A formation is given by the index of the process of each slot. Leaves out a loss
-        after which a slot would have no host with a process in the world, and losses
-        beyond the first `MOST_REHEARSED` slots.
+        Leaves out a loss after which a slot would have no host with a JAX process, and
+        losses beyond the first `MOST_REHEARSED` slots.
+
+        Args:
+            round_: the current attempt to form the job.
+            old: the assignment of hosts to slots from which a host is lost.
+
+        Returns:
+            For each loss, the index of each slot's process among the JAX processes.
         """
         usable = self._registry.usable()
         seating = self._seating(round_, usable)
@@ -356,10 +391,11 @@ class Rendezvous:
         return formations
 
     def admit(self, host: str) -> None:
-        """Gives a new spare host a place in the world, and orders it to join the world.
+        """Gives a new spare host an index among the JAX processes; orders it to join.
 
-        Does nothing if no place is free, if the job has no hot swaps or no world, or
-        before the world's coordination service serves.
+        If no index is free, prints this and orders nothing. Does nothing if the job has
+        no hot swaps (processes that outlast a recovery), or if the JAX processes have
+        no coordination service yet.
         """
         if not (self._config.hot_swap and self.world.number) or not self.current:
             return
@@ -404,8 +440,12 @@ class Rendezvous:
     def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
         """Returns the peers to which a host must try to connect, with their addresses.
 
-        Returns {} if no network cut between hosts is suspected or known, and in a
+        Returns {} unless a network cut between hosts is suspected or known, and in a
         served job (whose processes the user starts).
+
+        Args:
+            host: the host.
+            round_: the current attempt to form the job, in which the tries are noted.
         """
         doubted = self._reach.is_to_be_tried or self.failures.may_be_a_cut
         if not doubted or not self._seats.ends_by_itself:
@@ -418,29 +458,36 @@ class Rendezvous:
 
     @property
     def is_deciding(self) -> bool:
-        """Whether the round gathers, pauses or waits for storage. A host that joins is
-        then asked for the copies that it holds."""
+        """Whether it is still to be decided which host gets which slot.
+
+        This is so while hosts report their copies, after failures while the job pauses,
+        and while it waits for storage. A host that joins is then asked for its copies.
+        """
         return self.phase in ("gathering", "pausing", "storage")
 
     def enter(self, phase: Phase, limit_s: float) -> None:
-        """Enters a phase, or restarts it, for `limit_s` seconds."""
+        """Sets the phase and its deadline, `limit_s` seconds from now.
+
+        If the job is in this phase already, only the deadline changes.
+        """
         self.phase, self.deadline = phase, self._loop.now() + limit_s
 
     def answered(self) -> None:
-        """Handles a host's answer in a round: decides the formation if possible.
+        """Handles a host's report: assigns hosts to slots if no report is missing.
 
-        If the job waits for hosts, the round gathers again first.
+        If the job waits for hosts, this may end the wait.
         """
         if self.phase == "waiting":
             self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
 
     def gathered(self) -> None:
-        """Decides the formation if every expected host has answered.
+        """Assigns hosts to slots if every host that must has reported its copies.
 
-        Does nothing in other phases than "gathering", while storage is being listed,
-        and while a commit waits to be recorded. A store that does not answer is not
-        waited for.
+        If failures forbid it, the job pauses or ends instead; if hosts are missing, it
+        waits. Does nothing in other phases than "gathering", while storage is being
+        listed, and while a commit waits to be recorded. A store that does not answer is
+        not waited for.
         """
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
@@ -465,14 +512,20 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """Returns the hosts in `hosts` that get no slot, so that all others reach each
-        other."""
+        """Returns which of `hosts` get no slot, so that all others reach each other."""
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
     def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
-        """Whether some expected host has not answered yet. First checks only the host
-        that the previous call found missing, because this is called at every answer."""
+        """Whether some host that must report its copies has not done so yet.
+
+        First checks only the host that the previous call found missing, because this is
+        called at every report.
+
+        Args:
+            round_: the current attempt to form the job, with the reports.
+            registered: the records of the hosts that the store lists.
+        """
         replies, registry, now = round_.replies, self._registry, self._loop.now()
         last = self._awaited
         if last not in replies and registry.is_expected(last, registered, now):
@@ -482,12 +535,15 @@ class Rendezvous:
         return bool(late)
 
     def _may_go_on(self, round_: Round) -> bool:
-        """Judges the failures of the last attempt, once per round.
+        """Judges the failures of the last attempt to train, once per attempt.
+
+        Args:
+            round_: the current attempt to form the job.
 
         Returns:
-            Whether the round may go on now; False if the job ends or a pause begins.
-            The failures do not end the job if a network cut between hosts with slots
-            was just found.
+            Whether hosts may be assigned to slots now; False if the job ends or a pause
+            begins. The failures do not end the job if a network cut between hosts with
+            slots was just found.
         """
         if self._end is None and (
             self._judged == round_.ballot or not self._seats.ends_by_itself
@@ -511,17 +567,14 @@ class Rendezvous:
         return False
 
     def go_on(self) -> None:
-        """Ends the pause of the current round and decides the formation if possible.
-
-        A round pauses (phase "pausing") if attempts to train have failed before it.
-        """
+        """Ends the pause after failures, and assigns hosts to slots if possible."""
         self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
 
     def _learn(self, round_: Round) -> None:
-        """Takes newer assignments and commits from the hosts' replies.
+        """Takes newer assignments and commits from the hosts' reports.
 
-        The store may have lost an assignment or a commit that a host knows.
+        The store may have lost an assignment of slots or a commit that a host knows.
         """
         told = round_.assignment_told
         if told is not None and (
@@ -574,8 +627,14 @@ class Rendezvous:
         self.enter("waiting", float("inf"))
 
     def _explain_aside(self, chosen: SlotAssignment, aside: list[str]) -> None:
-        """Prints why the hosts in `aside` have no slot: other hosts do not reach them.
-        Also prints which host gets each one's slot, if the number of slots stays."""
+        """Prints why some hosts have no slot: other hosts do not reach them.
+
+        Also prints which host gets each one's slot, if the number of slots stays.
+
+        Args:
+            chosen: the new assignment of hosts to slots.
+            aside: the hosts without a slot.
+        """
         former = self.previous.slots if self.previous is not None else ()
         for host in aside:
             why = self._reach.text(host)
@@ -589,8 +648,7 @@ class Rendezvous:
 
     @property
     def available(self) -> int:
-        """The number of usable hosts, without the hosts that get no slot because other
-        hosts do not reach them."""
+        """The number of hosts that may have a slot and that the others reach."""
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
@@ -622,8 +680,10 @@ class Rendezvous:
                 self.form(f"{one} and {other} reach each other again")
 
     def committed(self, step: int) -> None:
-        """Handles a commit: updates the failure budget and the reachability of
-        hosts."""
+        """Handles a commit of `step`.
+
+        It may clear counts of failures, and it ends the suspicion of a network cut.
+        """
         self.failures.committed(step)
         self._reach.committed()
 
@@ -676,8 +736,8 @@ class Rendezvous:
     def serving(self, host: str, address: str, error: str) -> None:
         """Handles a host's report on JAX's coordination service, which it had to start.
 
-        Once the service serves, the assignment is recorded. If it failed, another round
-        begins.
+        Once the service serves, the assignment of hosts to slots is recorded. If it
+        failed, the job is formed anew.
 
         Args:
             host: the reporting host.
@@ -696,7 +756,15 @@ class Rendezvous:
         self._record(round_)
 
     def keys(self, host: str, keys: Mapping[str, str]) -> None:
-        """Passes keys of a host's coordination service to the hosts of other slots."""
+        """Passes entries of a host's coordination service to the hosts of other slots.
+
+        This is so that JAX processes with a coordination service each can find each
+        other.
+
+        Args:
+            host: the host whose service has the entries.
+            keys: key to value of the entries.
+        """
         assert self.current is not None
         for other in sorted(self.slot_of.keys() - {host}):
             self._send(other, "keys", ballot=self.current.ballot, keys=keys)
@@ -715,7 +783,17 @@ class Rendezvous:
         )
 
     def _next_world(self, round_: Round, filled: list[HostRecord]) -> WorldPlan:
-        """Decides the world of the formation: the same as before, or a new one."""
+        """Decides whether the JAX processes stay, or all of them start anew.
+
+        A world is the group of JAX processes that train, or wait to, together.
+
+        Args:
+            round_: the current attempt to form the job.
+            filled: the record of each slot's host.
+
+        Returns:
+            The same world with a process for each slot, or a new world.
+        """
         slots = [record.host for record in filled]
         if self._keep:
             members = round_.members(self._keep)
@@ -738,6 +816,7 @@ class Rendezvous:
         """Waits for storage that does not answer or has lost its steps.
 
         The job must not start again from the initial state without the user's request.
+        `reasons` says why newer steps cannot be restored from memory.
         """
         if not self._storage_missed:
             self._storage_missed = True
@@ -752,7 +831,10 @@ class Rendezvous:
         self.enter("storage", STORAGE_PAUSE_S)
 
     def look_again(self) -> None:
-        """Lists storage again and decides again from the round's replies."""
+        """Lists storage again, and then decides again what is restored.
+
+        The hosts' reports of their copies are still used.
+        """
         self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
         self.gathered()
@@ -771,8 +853,11 @@ class Rendezvous:
         self._journal.say(f"rung 3: restoring step {chosen.step} from {source}")
 
     def delayed(self, ballot: tuple[int, int]) -> None:
-        """Prints that training waits until the store has recorded the assignment;
-        ignores the assignment of an older round."""
+        """Prints that training waits until the store has recorded who has which slot.
+
+        `ballot` identifies the attempt to form the job; if a newer attempt has begun,
+        nothing is printed.
+        """
         round_ = self.current
         if round_ is not None and round_.ballot == ballot:
             self._journal.say_once(
@@ -782,10 +867,11 @@ class Rendezvous:
             )
 
     def assigned(self, ballot: tuple[int, int]) -> None:
-        """Orders hosts to prepare, once the store has recorded a round's assignment.
+        """Orders hosts to restore and train, once the store has recorded their slots.
 
-        Ignores the assignment of an older round. Begins another round instead if a host
-        of the assignment is not registered any more.
+        The order is `prepare`. If a host of the assignment is not registered any more,
+        the job is formed anew instead. `ballot` identifies the attempt to form the job;
+        if a newer attempt has begun, nothing happens.
         """
         round_ = self.current
         if round_ is None or round_.ballot != ballot:
@@ -810,9 +896,13 @@ class Rendezvous:
             self.admit(host)
 
     def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
-        """Creates the commit coordinator of a formation.
+        """Creates the commit coordinator, which commits the steps of an assignment.
 
         Also orders spare hosts to allocate memory for a slot (`expect`).
+
+        Args:
+            layout: the layout of the state (mesh and leaves).
+            assignment: the host of each slot.
         """
         assert self.current is not None
         view, hosts = self._records.view, self._hosts
@@ -840,11 +930,16 @@ class Rendezvous:
         self.expect(self._registry.connected)
 
     def refused(self, layout: Layout, others: Collection[str]) -> None:
-        """Handles the report that a host has not enough memory for a layout.
+        """Handles the report that a host has not enough memory for a slot.
 
         If no trainer has announced a layout yet, orders the hosts in `others` to
-        allocate memory for a slot. The report may begin a round that stops the trainers
-        of these hosts; only the order then tells them how much memory a slot needs.
+        allocate memory for a slot. The report may re-form the job, which stops the
+        trainers of these hosts; only the order then tells them how much memory a slot
+        needs.
+
+        Args:
+            layout: the layout of the state (mesh and leaves) that did not fit.
+            others: the other hosts.
         """
         self._refused = layout
         if self.coordinator is None:
@@ -854,7 +949,8 @@ class Rendezvous:
     def expect_of(self, host: str) -> bool:
         """Orders one host to allocate memory for a slot.
 
-        Returns False, without an order, if no layout is known.
+        Returns False, without an order, if no layout of the state is known, from which
+        the size follows.
         """
         layout = self.coordinator.layout if self.coordinator is not None else None
         if layout is None and self.current is not None:
@@ -871,8 +967,9 @@ class Rendezvous:
     def expect(self, hosts: Collection[str]) -> None:
         """Orders the hosts in `hosts` that have no slot to allocate memory for one.
 
-        Also orders all hosts without a slot to fetch slices ahead. Does nothing without
-        a recorded assignment and its layout.
+        Also orders all hosts without a slot to fetch slices ahead. Does nothing before
+        the assignment of slots is recorded and a trainer has announced the state's
+        layout.
         """
         if self.coordinator is not None and self.assignment is not None:
             text, domains = (
@@ -890,6 +987,10 @@ class Rendezvous:
         the order in which they joined, and spare n gets slot n modulo the number of
         slots. So a new spare does not change the slots of earlier spares. Does nothing
         in a served job (whose processes the user starts).
+
+        Args:
+            layout: the layout of the state (mesh and leaves) as JSON.
+            assignment: the host of each slot.
         """
         if self._seats.attached:
             return

@@ -34,7 +34,7 @@ anything else. An event of one kind may have caused events of the kinds after it
 
 @dataclass(frozen=True)
 class RoundReason:
-    """The reason why a round begins."""
+    """The reason why the job is formed anew."""
 
     text: str
     """The reason as text for people."""
@@ -46,9 +46,14 @@ class RoundReason:
 def lost(
     host: str, *assignments: SlotAssignment | None, how: str = "was lost"
 ) -> RoundReason:
-    """Makes the reason for a round after the loss of a host.
+    """Makes the reason for forming the job anew after the loss of a host.
 
     The text has the host's slot in the first of `assignments` that contains the host.
+
+    Args:
+        host: the lost host.
+        *assignments: assignments of hosts to slots, or None.
+        how: what happened to the host, for the text.
 
     >>> lost("b").text
     'b was lost'
@@ -61,7 +66,12 @@ def lost(
 
 
 def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
-    """Makes the reason for a round after a trainer ended; `slots` maps host to slot.
+    """Makes the reason for forming the job anew after a trainer has ended.
+
+    Args:
+        slots: host to slot.
+        host: the trainer's host.
+        code: the trainer's exit code, or minus the number of the signal that killed it.
 
     >>> death({"a": 0, "b": 1}, "b", -9).text
     'trainer of slot 1 on b killed by signal 9'
@@ -74,9 +84,10 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """Returns the root causes: the reasons whose kind comes first in `Cause`.
+    """Returns the root causes: all reasons whose kind comes first in `Cause`.
 
-    All returned reasons have the same kind. Returns [] if there are no reasons.
+    An event of one kind may have caused the events of later kinds: a lost host, for
+    example, the end of other trainers. Returns [] if there are no reasons.
     """
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
@@ -124,8 +135,11 @@ class Round:
 
     @property
     def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
-        """Two maps from each host that has reported: to the peers to which the host had
-        to connect, and to the peers that the host did not reach."""
+        """What hosts have reported about whether they reach each other.
+
+        Two maps from each host that has reported: to the peers to which the host had to
+        connect, and to the peers that the host did not reach.
+        """
         tried = {host: self.tried.get(host, ()) for host in self.replies}
         missed = {host: it.get("missed", []) for host, it in self.replies.items()}
         return tried, missed
@@ -150,10 +164,10 @@ class Round:
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
 
     def members(self, world: int) -> dict[str, int]:
-        """Returns host to process index, of the hosts with a process in a world.
+        """Returns the hosts that have reported a process in a world, with its index.
 
-        These are the hosts that have reported a process in the world with the number
-        `world`. Returns {} for `world` 0.
+        A world is a group of JAX processes, identified by `world`. Returns {} for
+        `world` 0.
         """
         told = self.replies.items()
         return {
@@ -164,17 +178,21 @@ class Round:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Digest to layout, of the state layouts that hosts have reported.
+        """The layouts of the state that hosts have reported, by digest.
 
-        After a change of size, hosts may report two layouts.
+        A layout is the mesh and the leaves of the state. After the number of slots has
+        changed, hosts may report two layouts.
         """
         texts = {text for r in self.replies.values() for text in r["layouts"]}
         found = [Layout.from_json(text) for text in sorted(texts)]
         return {layout.digest: layout for layout in found}
 
     def layout_of(self, commits: Sequence[Commit]) -> Layout | None:
-        """Returns the layout of the newest commit whose layout is known, else any known
-        layout, else None. `commits` are newest first."""
+        """Returns the layout (mesh and leaves) of the newest commit with a known one.
+
+        If there is none, returns any layout that hosts have reported, else None.
+        `commits` are newest first.
+        """
         known = self.layouts
         chosen = [known[it.layout] for it in commits if it.layout in known]
         return next(iter([*chosen, *known.values()]), None)
@@ -188,15 +206,15 @@ def next_round(
     *,
     read: bool,
 ) -> Round:
-    """Makes a new round.
+    """Makes a new round: an attempt to assign hosts to slots and start training.
 
     If the previous round never reached training, the new round takes over its reasons,
     time of detection, corrupt copies and last finished step. Nothing is taken over from
-    a round that has assigned slots for the first formation of a job.
+    a round in which a new job got its first assignment of slots.
 
     Args:
         old: the previous round, if there is one.
-        ballot: the new round's ballot.
+        ballot: (leader's term, counter), which identifies the new round.
         reasons: the events that made the new round necessary.
         now: the wall-clock time in seconds.
         read: whether hosts re-read their copies although no round has failed. After a
@@ -233,9 +251,9 @@ def assign(
     """Decides which step is restored from where, and makes the assignment.
 
     Args:
-        round_: the round, with the hosts' replies.
+        round_: the current attempt to form the job, with the hosts' replies.
         filled: the record of each slot's host.
-        previous: the previous assignment; None if there is none.
+        previous: the previous assignment of hosts to slots; None if there is none.
         commits: the recorded commits, newest first.
         storage_steps: the steps that storage holds.
         quarantined: the steps whose commits must not be restored from memory.
@@ -244,8 +262,11 @@ def assign(
         asked_slots: the number of slots that a user has requested; 0 without a request.
         aside: hosts without a slot that some other hosts do not reach. Their copies are
             used only if the step cannot be restored from memory without these copies.
-        world: the world of the formation. If the formation is not the first in it,
-            trainers keep their processes.
+        world: the JAX processes that are to train. If they have trained in another mesh
+            before, trainers keep their processes.
+
+    Returns:
+        The assignment, and which step is restored with which transfers.
     """
     hosts = tuple(record.host for record in filled)
 
@@ -297,7 +318,15 @@ def _rung(
 def orders(
     round_: Round, hosts: Mapping[str, HostRecord], world: WorldPlan
 ) -> dict[str, dict[str, Any]]:
-    """Computes the `prepare` order for the host of each slot.
+    """Computes the order to restore and train (`prepare`) for the host of each slot.
+
+    Args:
+        round_: the attempt to form the job, with its assignment and what is restored.
+        hosts: host to its record, of all registered hosts.
+        world: the JAX processes that are to train.
+
+    Returns:
+        Host to the fields of its order.
 
     Raises:
         KeyError: a host of the assignment is not registered any more.
@@ -347,10 +376,15 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Returns for each host the host:port of an export's coordination service.
+    """Returns host to the host:port of a coordination service on it, for exports.
 
     In an export, only the host of rank 0 starts the service, at its host:port. Leaves
     out hosts of the assignment that are not in `hosts`.
+
+    Args:
+        round_: the attempt to form the job, in which hosts have reported their ports.
+        assignment: the host of each slot.
+        hosts: host to its record, with its address.
     """
     told = {**round_.replies, **round_.prepared}  # between formations the former only
     ports = {host: known.get("export_port", 0) for host, known in told.items()}
@@ -367,10 +401,10 @@ def report_of(
     """Computes the cost report of a recovery, once every slot trains again.
 
     Args:
-        round_: the round that led to training.
-        previous: the assignment before this round.
+        round_: the attempt to form the job that led to training.
+        previous: the assignment of hosts to slots before it.
         now: the wall-clock time in seconds.
-        world: the world of the formation.
+        world: the JAX processes that train.
     """
     assignment = round_.assignment
     assert assignment is not None and assignment.rung is not None
@@ -417,8 +451,15 @@ def _why_restarted(hosts: Collection[str], world: WorldPlan) -> str:
 
 
 def _restarted(round_: Round, assignment: SlotAssignment, world: WorldPlan) -> int:
-    """Counts the processes that were started for a formation: trainers, and JAX's
-    coordination service."""
+    """Counts the processes that were started so that the job trains again.
+
+    These are trainers, and JAX's coordination service if one serves all of them.
+
+    Args:
+        round_: the attempt to form the job, in which hosts reported kept processes.
+        assignment: the host of each slot.
+        world: the JAX processes that train.
+    """
     kept = [host for host in assignment.slots if host in round_.members(world.number)]
     service = int(bool(world.address))
     return len(assignment.slots) - len(kept) + service
@@ -432,9 +473,9 @@ def replaced(
     """Returns a text for each slot that has another host than in `previous`.
 
     Leaves out the slots whose former host is in `named`, the hosts that the reason for
-    the round names. The reason does not name a lost host if the leader that noticed the
-    loss was lost, too, before the job was re-formed. Returns () without `previous`, or
-    if the number of slots has changed.
+    forming the job anew names. The reason does not name a lost host if the leader that
+    noticed the loss was lost, too, before the job was re-formed. Returns () without
+    `previous`, or if the number of slots has changed.
 
     >>> def assigned(*slots):
     ...     return SlotAssignment(generation=1, attempt=1, slots=slots,

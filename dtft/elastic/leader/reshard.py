@@ -25,15 +25,19 @@ class NotPlanned(Exception):
 
 
 class ReshardPlans:
-    """The newest commit of one formation, and the reshard plan made last.
+    """Plans how the newest commit of one formation is restored on other shardings.
 
-    A formation is an assignment of hosts to slots.
+    A formation is an assignment of hosts to slots. Keeps the plan made last, because
+    every host asks for its part of it.
     """
 
     def __init__(self, located: Located | None, layout: Layout | None) -> None:
-        """Starts with the commit restored from memory, and its layout.
+        """Starts with the commit that was restored from memory.
 
-        Both are None if the state was not restored from memory.
+        Args:
+            located: this commit, with the holders and digests of its slices; None if
+                the state was not restored from memory.
+            layout: its layout (mesh and leaves of the state); None without it.
         """
         self._located, self._layout = located, layout
         self._staged: dict[int, dict[int, Sequence[bytes]]] = {}
@@ -44,14 +48,16 @@ class ReshardPlans:
         self._planned: tuple[tuple[str, ...], RestorePlan] | None = None
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """Records the digests of a slot's slices in its snapshot of a step."""
+        """Records the digests of a slot's slices in its snapshot of `step`, in
+        order."""
         self._staged.setdefault(step, {})[slot] = digests
 
     def committed(self, commit: Commit, placement: CopyPlacement) -> None:
-        """Sets the commit that is resharded on request.
+        """Makes a commit the one that is resharded on request.
 
         Ignores a commit unless every slot has reported its digests in this formation.
-        Holders and digests are computed only when a process requests the step.
+        Holders and digests of the slices are computed only when a process requests the
+        step. `placement` says which slots keep which copies.
         """
         staged = self._staged.get(commit.step, {})
         if len(staged) < len(commit.holders):
@@ -62,7 +68,9 @@ class ReshardPlans:
         }
 
     def _settle(self) -> None:
-        """Computes the newest commit's holders and digests, once for each commit.
+        """Computes the holders and digests of the newest commit's slices.
+
+        Does nothing if they are computed already.
 
         Raises:
             NotPlanned: the reported digests do not match the commit.
@@ -95,8 +103,10 @@ class ReshardPlans:
         addresses: Mapping[str, str],
         domains: Mapping[str, str],
     ) -> dict[str, Any]:
-        """Computes the fields of one host's `assemble` order: step, regions, and the
-        digests of the old slices.
+        """Computes the fields of one host's `assemble` order.
+
+        With it the host makes its slices in the requested layout (mesh and leaves of
+        the state) out of parts of the committed slices.
 
         Args:
             host: the host of one of the slots.
@@ -106,6 +116,10 @@ class ReshardPlans:
             slots: the host of each slot.
             addresses: host to host:port, of the hosts that may send slices.
             domains: host to its failure domains; near hosts are preferred as senders.
+
+        Returns:
+            "step"; "regions": the parts to read, by host; "digests": slice key to
+            digest of the committed slices that are read.
 
         Raises:
             NotPlanned: the step is not the newest commit, its leaves do not fit the

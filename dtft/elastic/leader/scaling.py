@@ -59,7 +59,7 @@ def prove(located: Located, layout: Layout, restored: Iterable[Digests]) -> Proo
 
     Args:
         located: the commit, with the digests of its slices.
-        layout: the layout of the new formation.
+        layout: the layout (mesh and leaves of the state) on the new mesh.
         restored: each host's slice digests, read after the restore.
     """
     read: dict[str, set[bytes]] = {}
@@ -95,8 +95,10 @@ class _Request:
 
 
 class Scaling:
-    """Requests for a number of replicas; each waits until the job trains with it. Used
-    by the event loop."""
+    """The users' requests for a number of replicas, and when the job changes its size.
+
+    A request waits until the job trains with the number. Used by the event loop.
+    """
 
     def __init__(
         self,
@@ -116,9 +118,10 @@ class Scaling:
     def asked(self, replicas: int, answer: Answer) -> None:
         """Handles a request for `replicas` replicas.
 
-        Answers at once if the request is refused or the job has this number. Otherwise
-        `trained` answers, once the job trains with this number, or with another that it
-        will keep. If this host stops leading before that, `close` answers.
+        `answer` sends the reply. It is called at once if the request is refused or the
+        job has this number. Otherwise `trained` calls it, once the job trains with this
+        number, or with another that it will keep. If this host stops leading before
+        that, `close` does.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":
@@ -157,8 +160,11 @@ class Scaling:
         return self._rendezvous.available
 
     def due(self) -> str:
-        """Returns why the job is to be re-formed for another size at this commit; "" if
-        the size stays, or while processes compile ahead for the other size."""
+        """Returns why the job is to be re-formed for another size at this commit.
+
+        Returns "" if the size stays, while processes compile ahead for the other size,
+        unless the job trains, and when it is about to end.
+        """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         round_ = rendezvous.current
         if coordinator is None or round_ is None or round_.assignment is None:
@@ -183,7 +189,8 @@ class Scaling:
 
         The commit has no digest of a slice whose leaf is now divided in another way;
         such a slice is compared between the hosts that hold it. A state that differs is
-        never trained on.
+        never trained on. `round_` is the attempt to form the job, with the hosts'
+        reports.
 
         Returns:
             False if the states differ; the job is then re-formed. True also if there is
@@ -197,18 +204,22 @@ class Scaling:
         proof = prove(decision.located, decision.layout, told)
         self._journal.event("resized", **dataclasses.asdict(proof))
         if proof.differing:
-            self._journal.say(f"restored leaves differ: {', '.join(proof.differing)}")
+            self._journal.say(
+                "the job is formed anew, because these restored leaves differ from the "
+                f"commit: {', '.join(proof.differing)}"
+            )
             failure = Failure(kind="restore", step=assignment.step)
             self._rendezvous.failures.add(failure)
             self._rendezvous.form("the restored state was not the committed one")
         return not proof.differing
 
     def undone(self, message: str) -> bool:
-        """Excludes a new number of slots after a failure that would repeat on any host,
-        and re-forms the job.
+        """Gives up a new number of slots after a failure that would repeat on any host.
+
+        The job is re-formed with another number. `message` is the failure, for people.
 
         Returns:
-            False if the number of slots is not new or is excluded already; the job then
+            False if the number of slots is not new or was given up before; the job then
             cannot go on.
         """
         round_ = self._rendezvous.current
@@ -222,15 +233,19 @@ class Scaling:
         return True
 
     def late(self, why: str) -> None:
-        """Re-forms the job after a late start; the failure budget limits the
-        attempts."""
+        """Re-forms the job because trainers did not start in time.
+
+        The start counts as a failed attempt, and too many of them end the job. `why`
+        says which hosts were late, for people.
+        """
         self._rendezvous.failures.add(Failure(kind="late", error=why))
         self._rendezvous.form(why)
 
     def trained(self, report: RecoveryReport) -> None:
         """Answers the requests for the size with which the job now trains.
 
-        If the job will keep this size, requests for another size get an error.
+        If the job will keep this size, requests for another size get an error. `report`
+        has the cost of the change, which is part of the reply.
         """
         assert (
             self._rendezvous.assignment is not None
@@ -288,7 +303,8 @@ def serve_change(
         channel: the connection of the requester.
         name: the name of the request's field with the requested value.
         kind: type of this value: int for a number of replicas, str for a host to drain.
-        ask: passes the value and the function for the answer to the leader.
+        ask: passes the request to the leader: the value, and the function that the
+            leader calls with the reply.
     """
     request = _asked(channel)
     wanted, limit_s = request.get(name), request.get("limit_s")

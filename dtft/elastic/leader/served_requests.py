@@ -32,9 +32,11 @@ ATTACHED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Flush:
-    """A process that waits until `step` is committed or, with `store`, in storage.
+    """A user's process that waits until `step` is committed.
 
-    The answer to the process contains `token`.
+    With `store`, it waits until the step or a later one is in storage. The answer to
+    the process contains `token`, which tells it which of its waits has ended. `ballot`
+    identifies the attempt to form the job in which the process asked.
     """
 
     ballot: Ballot
@@ -47,9 +49,9 @@ class Flush:
 class BetweenRuns:
     """Exports a job's newest commit while none of the user's processes runs.
 
-    Used by the event loop. First a round asks the hosts which copies they hold, because
-    some hosts may have been lost since the last round. `export_plan` decides which
-    hosts write.
+    Used by the event loop. First the hosts are asked which copies they hold, because
+    some hosts may have been lost since they were asked last. `export_plan` decides
+    which hosts write.
     """
 
     def __init__(
@@ -68,7 +70,11 @@ class BetweenRuns:
         None without such an export."""
 
     def asked(self, answer: Answer) -> None:
-        """Handles an export request while no process runs."""
+        """Handles an export request while no process runs.
+
+        `tick` orders the export once the hosts have reported their copies. `answer`
+        sends the reply to the requester.
+        """
         round_ = self._rendezvous.current
         self._storage.wanted(self._records.last_step, answer)
         if round_ is None or self._ordered == round_.ballot:
@@ -80,8 +86,8 @@ class BetweenRuns:
     def tick(self) -> None:
         """Orders the requested export once hosts have reported their copies.
 
-        Refuses the export if the processes have attached again. If a new round has
-        interrupted an export, orders it again.
+        Refuses the export if the processes have attached again. If an export was
+        interrupted because the job is being formed anew, orders it again.
         """
         round_, phase = self._rendezvous.current, self._rendezvous.phase
         if round_ is None or phase == "gathering":
@@ -152,13 +158,16 @@ class Requests:
         """The ballot (number) of a round, and the reshard plans of its formation."""
 
     def tick(self) -> None:
-        """Does the periodic work of `BetweenRuns`."""
+        """Orders an export that was requested while no process ran, if it can begin."""
         self._between_runs.tick()
 
     # --------------------------------------------------------- other shardings
 
     def _newest(self) -> ReshardPlans:
-        """Returns the reshard plans of the current formation; makes them if needed."""
+        """Returns what plans the resharding of the newest commit (`ReshardPlans`).
+
+        It is made anew after each assignment of hosts to slots.
+        """
         round_ = self._rendezvous.current
         assert round_ is not None
         if self._remapping is None or self._remapping[0] != round_.ballot:
@@ -168,16 +177,19 @@ class Requests:
         return self._remapping[1]
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """Records the digests of a slot's snapshot, in case a process requests the step
-        on other shardings."""
+        """Records a slot's snapshot of a step: the digests of its slices, in order.
+
+        They are needed if a process requests the step on other shardings.
+        """
         if self._rendezvous.coordinator is not None:
             self._newest().staged(slot, step, digests)
 
     def wanted(self, host: str, slot: int, step: int, layout: str) -> None:
         """Orders a slot's host to assemble a step in the requested layout.
 
-        If this cannot be planned (`NotPlanned`), the order has the error in place of
+        If this cannot be done (`NotPlanned`), the order has the error in place of
         regions and digests. Ignores the request if `host` does not have `slot`.
+        `layout` is the requested mesh and leaves of the state, as JSON.
         """
         assignment, hosts = self._rendezvous.assignment, self._registry.records
         if assignment is None or assignment.slots[slot] != host:
@@ -200,10 +212,15 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """Adds a process that waits until `step` is committed.
+        """Adds a process that waits until `step` is committed; answers it then.
 
-        With `store`, the process waits until `step` or a later step is in storage. The
-        answer to the process contains `token`.
+        Args:
+            host: the process's host.
+            slot: the host's slot.
+            token: returned in the answer; tells the process which of its waits has
+                ended.
+            step: the awaited step.
+            store: whether to wait until `step` or a later step is in storage.
         """
         round_ = self._rendezvous.current
         assert round_ is not None
@@ -214,7 +231,11 @@ class Requests:
         self._settle()
 
     def export_wanted(self, answer: Answer) -> None:
-        """Handles a request to export the newest commit now."""
+        """Handles a request to export the newest commit now.
+
+        Answers at once if storage has it, or, with an error, if nothing was saved since
+        the processes have attached.
+        """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.phase in ("gathering", "waiting"):
             self._between_runs.asked(answer)
@@ -263,11 +284,11 @@ class Requests:
         self._settle()
 
     def _settle(self) -> None:
-        """Answers the processes whose awaited step is committed or, if they wait for
-        storage, stored.
+        """Answers the processes whose step is committed, or if they ask, stored.
 
         Orders an export if a process or a request needs one. While an export is in
-        progress, answers no process. Drops the waits of earlier rounds.
+        progress, answers no process. Forgets processes that asked before the job was
+        formed anew.
         """
         round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         ballot = round_.ballot if round_ else None

@@ -2,8 +2,8 @@
 
 First the last committed step is exported, unless storage has the step. If hosts are
 missing and the remaining hosts cannot export the step, the job ends with the newest
-step in storage. `Shutdown` reads the state of rendezvous and commit coordinator, and
-writes the job's result to the store.
+step in storage. `Shutdown` reads the state of `rendezvous` (which forms the job) and of
+the commit coordinator, and writes the job's result to the store.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ it would wait for these hosts for ever."""
 
 
 class Shutdown:
-    """Ends one job. Runs on the leader's event loop."""
+    """Ends one job as done, stopped or failed. Runs on the leader's event loop."""
 
     def __init__(
         self,
@@ -74,8 +74,15 @@ class Shutdown:
             self._rendezvous.coordinator.stopping = True
 
     def fail(self, message: str, code: int = 1) -> None:
-        """Ends the job with an error; first the hosts export the newest commit, if they
-        hold all of it and storage lacks it."""
+        """Ends the job with an error; exports the newest commit first if possible.
+
+        It is possible if the connected hosts hold all of it. Nothing is exported if
+        storage has it.
+
+        Args:
+            message: the error, for people.
+            code: exit code of every agent.
+        """
         self._error = message, code
         self._stop_with_hosts_missing()
 
@@ -103,8 +110,12 @@ class Shutdown:
             self._end_with_what_is_stored()
 
     def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
-        """Returns the assignment under which the newest commit was made: `previous`, or
-        after a change of size an assignment of the commit's holders to the slots."""
+        """Returns the assignment (hosts of the slots) that made the newest commit.
+
+        This is `previous` if it has as many slots as `layout` (the commit's mesh).
+        Otherwise, after a change of size, it is made from the hosts that the commit
+        names.
+        """
         if len(previous.slots) == layout.mesh.num_slots:
             return previous
         holders = self._records.commits[0].holders if self._records.commits else ()
@@ -159,8 +170,11 @@ class Shutdown:
             self.end("error", f"step {last} could not be written to storage", last)
 
     def _stands_uncommitted(self, coordinator: CommitCoordinator, last: int) -> bool:
-        """Whether the last step is complete in memory but not recorded, because the
-        store does not answer, two leases after the trainers finished."""
+        """Whether to export the last step although the store has not recorded it.
+
+        True if all copies of step `last` exist, but the store does not answer and has
+        not recorded the commit two leases after the trainers finished.
+        """
         patience_s = 2 * self._config.timeouts.lease
         return (
             coordinator.pending is not None
@@ -182,10 +196,10 @@ class Shutdown:
     def result_without_store(self) -> str:
         """Returns an ended job's result if the store has not recorded it in time.
 
-        The result is JSON. The time is `RESULT_LEASES` leases after the job's end, or
-        `RESULT_LEASES_LOST` leases while a host is lost. Returns "" before that time,
-        while the store answers, and while a host that would miss the result is not
-        connected.
+        The result is JSON. In time means within `RESULT_LEASES` leases after the job's
+        end, or `RESULT_LEASES_LOST` leases while a host is lost. Returns "" before
+        that, while the store answers, and while a host that would miss the result is
+        not connected.
         """
         leases = RESULT_LEASES_LOST if self._registry.lost_hosts else RESULT_LEASES
         late = self._loop.now() > self._ended_at + leases * self._config.timeouts.lease
@@ -199,10 +213,13 @@ class Shutdown:
         return "" if missing else self._result
 
     def end(self, status: str, message: str = "", step: int = 0, code: int = 0) -> None:
-        """Queues the write of the job's result to the store; works only once.
+        """Queues the write of the job's result to the store; later calls do nothing.
 
-        Every agent then ends with exit code `code`. A `code` of 0 becomes 1 if `status`
-        is "error".
+        Args:
+            status: "done", "stopped" or "error".
+            message: the error, for people.
+            step: the step with which the job ends; 0 if it is not known.
+            code: exit code of every agent; 0 becomes 1 if `status` is "error".
         """
         if self._rendezvous.frozen:
             return
@@ -215,7 +232,10 @@ class Shutdown:
 
 
 def _result_json(status: str, step: int, message: str, code: int) -> str:
-    """Encodes the value of a job's result key; `code` is every agent's exit code."""
+    """Encodes the job's result as it is written to the store.
+
+    `code` is every agent's exit code.
+    """
     return json.dumps(
         {"status": status, "step": step, "message": message, "code": code}
     )

@@ -1,4 +1,4 @@
-"""Chooses the number of slots of the job's next formation.
+"""Chooses how many slots the job has when it is formed next.
 
 Excludes a number of slots on which the job could not be restored or trained, until a
 user requests that number again. Instead of an excluded number, the job takes a smaller
@@ -26,20 +26,22 @@ tries that number."""
 class JobSizes:
     """Chooses the job's number of slots, and keeps the excluded numbers.
 
+    A number is excluded if the job could not be restored or trained on so many slots.
     Used by the leader's event loop.
     """
 
     def __init__(self, config: AgentConfig, records: Records, journal: Journal) -> None:
-        """Starts with no failed size."""
+        """Starts without an excluded number of slots."""
         self._config, self._records, self._journal = config, records, journal
         self._unfit: dict[int, str] = {}
         self._failures: dict[int, int] = {}
         self._asked_before = 0
 
     def formed(self, assignment: SlotAssignment) -> None:
-        """Remembers the requested number of slots that the newest assignment contains.
+        """Remembers the number of slots that a user has requested, from an assignment.
 
-        `asked` returns it if the store has lost the request.
+        Assignments of hosts to slots contain it. `asked` returns it if the store has
+        lost the request.
         """
         self._asked_before = assignment.asked_slots
 
@@ -61,14 +63,16 @@ class JobSizes:
         return len(commits[0].holders) if commits else 0
 
     def choose(self, available: int, layout: Layout | None) -> int:
-        """Chooses the number of slots of the next formation.
+        """Chooses the number of slots for the next assignment of hosts to slots.
 
         If the number is above `available`, the job waits for hosts. With a `layout`,
-        excludes numbers of slots that `size_for` refuses.
+        excludes numbers of slots that `size_for` refuses, because the state or the
+        batch cannot be divided so.
 
         Args:
             available: the number of hosts that can be given a slot.
-            layout: the layout of the state, if any live host knows it.
+            layout: the layout of the state (mesh and leaves), if any live host knows
+                it.
         """
         limits = self._config.sizes
         groups = ReplicaGroups.of(layout, limits) if layout is not None else None
@@ -90,8 +94,11 @@ class JobSizes:
                 self.give_up(chosen, str(error))
 
     def forewarn(self, layout: Layout) -> None:
-        """Prints a warning if `size_for` refuses the limit `min_replicas` as the number
-        of replicas. Does nothing if `min_replicas` is 0."""
+        """Prints a warning if the job cannot shrink to `--min-replicas` replicas.
+
+        Does nothing if this limit is 0. `layout` is the layout of the state (mesh and
+        leaves).
+        """
         limits = self._config.sizes
         if limits.min_replicas:
             try:
@@ -104,20 +111,24 @@ class JobSizes:
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:
-        """Returns the numbers of slots that `choose` need not check: the number of
-        `groups`, the number of the newest commit, and the excluded numbers."""
+        """Returns the numbers of slots that `choose` need not check.
+
+        These are the number in the layout (`groups`), the number of the newest commit,
+        and the excluded numbers.
+        """
         return {groups.slots, self.committed, *self._unfit}
 
     def is_new(self, assignment: SlotAssignment | None) -> bool:
-        """Whether the newest commit has another number of slots than `assignment`.
+        """Whether an assignment of hosts to slots changes the job's number of slots.
 
-        False without a commit or an assignment.
+        The number is compared with that of the newest commit. False without a commit or
+        an assignment.
         """
         size = len(assignment.slots) if assignment else 0
         return bool(size and self.committed) and size != self.committed
 
     def failed(self, assignment: SlotAssignment, why: str) -> None:
-        """Counts a failed formation with the number of slots of `assignment`.
+        """Counts a failed attempt to train with the number of slots of `assignment`.
 
         After `FAILURES` failures, excludes this number of slots for the reason `why`.
         """

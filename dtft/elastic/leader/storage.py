@@ -78,9 +78,15 @@ class StorageHealth:
     def failed(self, step: int, host: str, error: str, now: float) -> str | None:
         """Records a failed export.
 
+        Args:
+            step: the exported step.
+            host: the host that failed, or the hosts that did not answer.
+            error: the error.
+            now: the time in seconds.
+
         Returns:
-            A message at the first, second, fourth, eighth ... failure in a row, else
-            None.
+            A message for people at the first, second, fourth, eighth ... failure in a
+            row, else None.
         """
         self._begun = None
         self._failures += 1
@@ -97,7 +103,10 @@ class StorageHealth:
         )
 
     def succeeded(self, step: int) -> str | None:
-        """Records a successful export; returns a message after failures, else None."""
+        """Records a successful export of `step`.
+
+        Returns a message for people if exports have failed before it, else None.
+        """
         failures, self._failures, self._not_before = self._failures, 0, 0.0
         self._begun = None
         if not failures:
@@ -110,8 +119,11 @@ class StorageHealth:
     def overdue(self, due: int, now: float) -> str | None:
         """Returns a message if an export has taken `SLOW_S` or longer, else None.
 
-        Returns at most one message for each exported step. `due` is another step, whose
-        export is due meanwhile.
+        Returns at most one message for each exported step.
+
+        Args:
+            due: another step, whose export is due meanwhile.
+            now: the time in seconds.
         """
         if self._begun is None:
             return None
@@ -165,8 +177,11 @@ class StorageWatch:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that storage holds: those in the last listing, or none if the
-        listing failed, and those written since that listing began."""
+        """The steps that storage holds, in ascending order.
+
+        These are the steps in the last listing (none if the listing failed), and those
+        written since that listing began.
+        """
         return tuple(sorted(self._known | self._written))
 
     @property
@@ -182,11 +197,15 @@ class StorageWatch:
 
     @property
     def settled(self) -> bool:
-        """Whether no listing is in progress, or storage is silent."""
+        """Whether `steps` need not be waited for.
+
+        True if no listing is in progress, or if storage has not answered for so long
+        that the last listing is used (`silent`).
+        """
         return self._since is None or self.silent
 
     def look(self) -> None:
-        """Starts a listing, unless one is in progress."""
+        """Starts a listing of the steps in storage, unless one is in progress."""
         if self._since is not None:
             return
         self._since = self._loop.now()

@@ -1,17 +1,17 @@
-"""Pure decisions about the world: the JAX processes that a formation is made of.
+"""Pure decisions about the world: the JAX processes that train, or wait to train.
 
-A formation is an assignment of hosts to slots. A world has a fixed number of places,
-each with an index: one for each host with a slot, and some for spares. A world can last
-over several formations: when a host is lost, the processes of the other hosts stay in
-the world, and the next formation is made of these processes and of a spare's process (a
-hot swap). A place whose process has died can be taken by another process. Without hot
-swaps a world has one formation.
+A world has a fixed number of places (process indices of JAX): one for each host with a
+slot, and some for spares. A formation is an assignment of hosts to slots. A world can
+last over several formations: when a host is lost, the processes of the other hosts stay
+in the world, and the next formation is made of these processes and of a spare's process
+(a hot swap). A place whose process has died can be taken by another process. Without
+hot swaps a world has one formation.
 
 On CPU each process has a coordination service of its own (`train.world`), so every
 process can leave its collectives by itself. On accelerators the coordination service of
 one host serves the whole world, and a process can leave a collective only if the
-service believes that another process in the collective is lost. So the leader names
-the places that the service is to believe lost (`given_up`), and the world ends with the
+service believes that another process in the collective is lost. So the leader names the
+places that the service is to believe lost (`given_up`), and the world ends with the
 host that serves it.
 """
 
@@ -24,7 +24,10 @@ from dtft.elastic.job import TURNS
 
 @dataclass(frozen=True, kw_only=True)
 class WorldPlan:
-    """The places of a world, and the number of its current formation."""
+    """A group of JAX processes (a world), and the number of the mesh that it forms.
+
+    Each host's process has a place in it: its process index in JAX.
+    """
 
     number: int
     """Identifies the world among all worlds of the job."""
@@ -45,12 +48,20 @@ class WorldPlan:
 
     @property
     def record(self) -> tuple[int, int, int]:
-        """(number, size, turn), as recorded in `SlotAssignment.world`."""
+        """(number, size, turn), as kept in the field `world` of a `SlotAssignment`.
+
+        The number identifies the world (group of JAX processes) in the job, the size is
+        its number of process indices, and the turn is the number of its current mesh,
+        from 0.
+        """
         return self.number, self.size, self.turn
 
     def seat(self, host: str) -> dict[str, object]:
-        """Returns the field `world` of orders, with which a host's process joins the
-        world. "index" is the place of the process."""
+        """Returns what the leader's order tells a host's process to join the world.
+
+        These are the world's "number", the "address" of its coordination service, its
+        "size", and "index", the process index of the host.
+        """
         return {
             "number": self.number,
             "address": self.address,
@@ -60,7 +71,10 @@ class WorldPlan:
 
 
 def recorded(assignment: SlotAssignment) -> WorldPlan:
-    """Returns the world of an assignment, with the places of its slots."""
+    """Returns the world (group of JAX processes) that an assignment of slots records.
+
+    It has the process indices of the hosts with slots, not those of spares.
+    """
     number, size, turn = assignment.world
     server, address = assignment.service
     return WorldPlan(
@@ -88,15 +102,15 @@ def new_world(
     served: bool = False,
     because: str = "",
 ) -> WorldPlan:
-    """Makes a world with a place for each slot, in slot order.
+    """Makes a world (group of JAX processes) with an index for each slot, in order.
 
     Args:
-        number: number of the world.
+        number: identifies the world among all worlds of the job.
         slots: the host of each slot.
-        lasts: whether the world can last over several formations. Then it has
-            `SPARE_PLACES` more places, and no host gets place 0, whose process
-            publishes the devices of all.
-        served: whether the first slot's host serves the world.
+        lasts: whether the same processes can form several meshes, one after the other
+            (hot swaps). Then there are `SPARE_PLACES` more indices, and no host gets
+            index 0, whose process publishes the devices of all.
+        served: whether the first slot's host runs JAX's coordination service for all.
         because: why the processes of the previous world could not be kept.
 
     >>> new_world(1, ("b", "a"), lasts=True).indices
@@ -126,14 +140,15 @@ def why_restarted(
     lost: Collection[str] = (),
     is_training: bool = True,
 ) -> str:
-    """Returns why all trainers restart in the round that begins; "" if they stay.
+    """Returns why all trainers restart when the job is formed anew; "" if they stay.
 
     Args:
-        world: the world of the last formation.
-        swaps: number of formations in this world since a formation has trained.
-        lasts: whether worlds of this job can last over several formations.
+        world: the JAX processes that have trained last.
+        swaps: how often they have formed a mesh since all slots last trained.
+        lasts: whether processes of this job can form several meshes, one after the
+            other (hot swaps).
         fatal: whether the same processes would fail again.
-        named: the hosts that the reasons of the round name: lost, failed, or leaving.
+        named: the hosts that are the reason: lost, failed, or leaving.
         lost: the hosts in `named` that are lost.
         is_training: whether processes may be in collectives.
 
@@ -164,14 +179,16 @@ def why_restarted(
 
 
 def given_up(world: WorldPlan, named: Collection[str]) -> list[int]:
-    """Returns the places of processes that the coordination service is to believe lost.
+    """Returns the indices of the JAX processes that are to be believed lost.
 
-    The processes in other places can then leave their collectives. Returns [] if each
-    process of the world has a coordination service of its own.
+    The coordination service that serves all processes is to believe this; the other
+    processes can then leave their collectives. Returns [] if each process has a
+    coordination service of its own.
 
     Args:
-        world: the world of the last formation.
-        named: the hosts that the reasons of the round name: lost, failed, or leaving.
+        world: the JAX processes that have trained last.
+        named: the hosts that are the reason to form the job anew: lost, failed, or
+            leaving.
 
     >>> given_up(new_world(1, ("a", "b"), lasts=True, served=True), {"b", "z"})
     [2]
@@ -187,17 +204,21 @@ def swapped(
     members: Collection[str],
     usable: Collection[str] = (),
 ) -> WorldPlan | str:
-    """Decides whether the next formation can be made in the same world.
+    """Decides whether the next mesh can be formed in the same world (hot swap).
+
+    A world is the group of JAX processes that train, or wait to train.
 
     Args:
         world: the world.
-        slots: the host of each slot in the next formation.
-        members: the hosts whose processes are in the world and without a slot now.
-        usable: the hosts that may have a slot; only a usable host can serve the world.
+        slots: the host of each slot from now on.
+        members: the hosts whose processes are in the world; all have given up their
+            slots.
+        usable: the hosts that may have a slot; only such a host can run the
+            coordination service for all, if one does.
 
     Returns:
-        The world with a place for every host in `slots`; or the reason why a new world
-        is needed.
+        The world with a process index for every host in `slots`; or the reason why a
+        new world is needed.
 
     >>> world = admitted(new_world(1, ("a", "b"), lasts=True), "c", {"a", "b"})
     >>> swapped(world, ("a", "c"), {"a", "c"}).turn
@@ -231,15 +252,15 @@ def swapped(
 def sound(
     places: Mapping[str, int], size: int, slots: Collection[str]
 ) -> dict[str, int]:
-    """Returns the place of each host, without the hosts whose report cannot be right.
+    """Returns each host's JAX process index, without those that cannot be right.
 
-    A place must be from 1 to `size` - 1, because no host gets place 0. Two hosts can
-    report the same place if two leaders have given it to them. Then only one of the
+    An index must be from 1 to `size` - 1, because no host gets index 0. Two hosts can
+    report the same index if two leaders have given it to them. Then only one of the
     hosts is returned: a host in `slots` if there is one, and the first by name.
 
     Args:
-        places: host to the place that it has reported.
-        size: number of places of the world.
+        places: host to the process index that it has reported.
+        size: number of process indices.
         slots: the hosts that are to have a slot.
 
     >>> sound({"a": 1, "b": 2, "c": 2, "d": 0, "e": 99}, 11, {"c"})
@@ -253,10 +274,11 @@ def sound(
 
 
 def admitted(world: WorldPlan, host: str, there: Collection[str]) -> WorldPlan | None:
-    """Gives a joining spare host a free place in a world; keeps a place that it has.
+    """Gives a joining spare host a free index among the JAX processes.
 
-    A place is free if its host is not in `there`, the hosts that may have a process in
-    the world. Returns the new world, or None if no place is free.
+    A host that has an index keeps it. An index is free if its host is not in `there`,
+    the hosts that may have a process among them. Returns the new world (the group of
+    JAX processes), or None if no index is free.
     """
     indices = {it: at for it, at in world.indices.items() if it in there or it == host}
     free = sorted(set(range(1, world.size)) - set(indices.values()))

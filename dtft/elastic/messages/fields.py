@@ -62,14 +62,14 @@ def text(value: object) -> bool:
 def root(value: object) -> bool:
     """Whether a value is a str with the length of a root digest in hexadecimal.
 
-    A root digest is one digest over the digests of many slices. The characters are not
-    checked.
+    A root digest is one digest over the digests of many slices of the state. Whether
+    the characters are hexadecimal is not checked.
     """
     return isinstance(value, str) and len(value) == 2 * DIGEST_BYTES
 
 
 def flag(value: object) -> bool:
-    """Whether a value is a bool."""
+    """Whether a value is True or False; 0 and 1 are not allowed."""
     return isinstance(value, bool)
 
 
@@ -79,9 +79,10 @@ def binary(value: object) -> bool:
 
 
 def digests(value: object) -> bool:
-    """Whether a value is bytes whose length is a multiple of `DIGEST_BYTES`.
+    """Whether a value is bytes that may be the digests of one slice's chunks.
 
-    A slice has one digest per chunk; the value is their concatenation.
+    Each chunk (a part of the slice's bytes) has a digest of `DIGEST_BYTES` bytes; the
+    value is their concatenation. Only its length is checked.
     """
     return isinstance(value, bytes) and len(value) % DIGEST_BYTES == 0
 
@@ -89,7 +90,8 @@ def digests(value: object) -> bool:
 def ballot(value: object) -> bool:
     """Whether a value is a ballot: a pair of ints (leader's term, counter).
 
-    A ballot is the number of a round, which is one attempt to form the job.
+    The ballot identifies a round, which is one attempt to assign hosts to slots. A
+    leader's term is a number that is higher for every later leader.
     """
     if not isinstance(value, list | tuple) or len(value) != 2:
         return False
@@ -114,7 +116,7 @@ def anything(value: object) -> bool:
 
 
 def all_of(values: Any, check: Check) -> bool:
-    """Whether a check holds for all values."""
+    """Whether every one of `values`, an iterable, passes a check."""
     return all(map(check, values))
 
 
@@ -174,10 +176,10 @@ Items are the parts of a step that are not arrays.
 
 @functools.lru_cache(maxsize=4)
 def known_layout(text: str) -> Layout:
-    """Parses a layout from JSON that passes the check `layout`.
+    """Parses the JSON of a layout (mesh and leaves of the state).
 
-    The last four layouts are cached, because all hosts send the same layout. Text that
-    does not pass the check can raise any exception.
+    The text must have passed the check `layout`; other text can raise any exception.
+    The last four layouts are cached, because all hosts send the same layout.
     """
     return Layout.from_json(text)
 
@@ -194,7 +196,8 @@ The last four commits are cached, so the parse in the check serves the handler, 
 def _readable(value: str) -> bool:
     """Whether a text is the JSON of a layout whose slices can be computed.
 
-    The slots of the layout must be numbered from 0 without gaps.
+    A layout has the mesh and leaves of the state, from which the slices of each slot
+    follow. The slots must be numbered from 0 without gaps.
     """
     try:
         read = known_layout(value)
@@ -206,7 +209,7 @@ def _readable(value: str) -> bool:
 
 
 def assignment(value: object) -> bool:
-    """Whether a value is a `SlotAssignment` as JSON."""
+    """Whether a value is a `SlotAssignment` (the host of each slot) as JSON."""
     return isinstance(value, str) and _reads(_known_assignment, value)
 
 
@@ -224,7 +227,7 @@ def _reads(read: Callable[[str], object], value: str) -> bool:
 
 
 def layout(value: object) -> bool:
-    """Whether a value is a `Layout` as JSON."""
+    """Whether a value is a `Layout` (mesh and leaves of the state) as JSON."""
     return isinstance(value, str) and _readable(value)
 
 
@@ -233,7 +236,7 @@ _piece = record_of(path=text, start=_shape, stop=_shape, dtype=text)
 
 
 def piece(value: object) -> bool:
-    """Whether a value is a dict with the fields of a `Slice`.
+    """Whether a value is a dict with the fields of a `Slice`, a part of an array.
 
     Each number in `start` must be at most the number at the same index in `stop`, and
     NumPy must know the dtype.
@@ -257,7 +260,8 @@ def piece(value: object) -> bool:
 def region(value: object) -> bool:
     """Whether a value is a dict with the fields of a `Region`: slices as dicts.
 
-    The slice `moved` must lie inside the slices `old` and `new`.
+    A region is the part `moved` of an old slice `old` that becomes part of a new slice
+    `new`. So `moved` must lie inside both.
     """
     if not (isinstance(value, dict) and value.keys() >= {"old", "new", "moved"}):
         return False
@@ -281,11 +285,15 @@ def fault(
 ) -> str | None:
     """Checks each field of a message; returns the first error in words, or None.
 
+    Fields that `table` does not have are allowed.
+
     Args:
         message: the received message.
-        table: the fields of each known op, and their checks.
-        optional: the fields that may be left out, for each op.
-        kind: "report" or "order"; used in the error's text.
+        table: maps each known op (the kind of a message, in its field "op") to the op's
+            fields and their checks.
+        optional: maps an op to those fields that may be left out.
+        kind: "report" (host to leader) or "order" (leader to host); used in the error's
+            text.
     """
     if not isinstance(message, Mapping):
         return f"a {kind} is a map, not {short(message)}"

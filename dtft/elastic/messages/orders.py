@@ -162,7 +162,9 @@ def fault_of_order(message: object, host: str | None = None) -> str | None:
 
 
 def order_fields(message: Message) -> dict[str, Any]:
-    """Returns the known fields of a valid order; drops fields of newer versions.
+    """Returns the fields of a valid order that this version knows; drops all others.
+
+    The field `ballot`, the number of an attempt to form the job, becomes a tuple.
 
     >>> order_fields({"op": "replicate", "ballot": [7, 1], "step": 3, "targets": []})
     {'ballot': (7, 1), 'step': 3, 'targets': []}
@@ -235,7 +237,10 @@ def _assemble(order: Message, host: str | None) -> str | None:
 
 
 def _without_digest(order: Message) -> str | None:
-    """Returns an error text if `order` has no digest of a slice to fetch, else None."""
+    """Returns an error text if a slice to fetch has no digest in `order`, else None.
+
+    A host checks the bytes that it fetches against these digests.
+    """
     known = order["digests"].keys()
     for transfer in order.get("transfers", ()):
         for key in transfer["keys"]:
@@ -249,7 +254,7 @@ def _without_digest(order: Message) -> str | None:
 
 
 def _key(piece: Mapping[str, Any]) -> str:
-    """Returns `Slice.key` of a slice that is given as a dict."""
+    """Returns `Slice.key`, the text that names a slice, of a slice given as a dict."""
     pairs = zip(piece["start"], piece["stop"], strict=True)
     ranges = ",".join(f"{a}:{b}" for a, b in pairs)
     return f"{piece['path']}[{ranges}]:{piece['dtype']}"

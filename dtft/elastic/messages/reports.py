@@ -46,7 +46,11 @@ _WINDOW = {field.name: field.type for field in dataclasses.fields(Window)}
 
 
 def _window_or_none(value: object) -> bool:
-    """Whether a value is None or a `Window` as a dict of nonnegative finite numbers."""
+    """Whether a value is None or a `Window` (a trainer's measured times) as a dict.
+
+    The dict must have all fields. The times must be nonnegative and finite, and the
+    numbers of steps nonnegative ints.
+    """
     if value is None:
         return True
     return (
@@ -221,6 +225,9 @@ def fault_of_report(
 ) -> str | None:
     """Checks each field of a report; returns the first error in words, or None.
 
+    `table` maps each known op (the kind of a report, in its field "op") to the op's
+    fields and their checks.
+
     >>> fault_of_report({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
     "trainer_exit: code='9'"
     >>> fault_of_report({"op": "trainer_exit", "ballot": [7, 1], "code": 9})
@@ -231,9 +238,10 @@ def fault_of_report(
 def report_fields(
     message: Mapping[str, Any], table: Mapping[str, Mapping[str, Check]] = REPORT_FIELDS
 ) -> dict[str, Any]:
-    """Returns the known fields of a valid report, without `ballot`.
+    """Returns the fields of a valid report that `table` has for its op (its kind).
 
-    Drops all other fields, which a host of a newer version may send.
+    Leaves out `ballot`, the number of the attempt to form the job in which the report
+    was made. Also drops unknown fields, which a host of a newer version may send.
     """
     known = table[message["op"]]
     return {
@@ -251,13 +259,16 @@ def misfit(
 ) -> str | None:
     """Checks a report against the current assignment of hosts to slots.
 
-    Each field of the report must be valid (`fault_of_report`). Only reports whose op is
-    in `OF_A_SLOT` are checked:
+    Each field of the report must be valid (`fault_of_report`). Only reports whose op
+    (kind) is in `OF_A_SLOT` are checked:
 
-    * The host must have a slot, and a slot in the report must be this slot (in a `held`
-      report, `target` must be). `source` in a `held` report must be one of the slots.
-    * A layout in the report must have as many slots as the assignment.
-    * A `staged` report must have one entry in `digests` for each slice of the slot.
+    * The host must have a slot, and a slot in the report must be this slot. In a `held`
+      report (slot `target` holds a copy of the slices of slot `source`), `target` must
+      be this slot, and `source` one of the slots.
+    * A layout (mesh and leaves of the state) in the report must have as many slots as
+      the assignment.
+    * A `staged` report (a snapshot is in the host's memory) must have one entry in
+      `digests` for each slice of the slot.
 
     Args:
         host: the reporting host.
