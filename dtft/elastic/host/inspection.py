@@ -60,7 +60,7 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """Returns the fields of the reply if copies are not read.
+    """Returns the fields of the reply to a request that does not have copies read.
 
     `held` has the recorded digests by step and slice key. A slice that is known to be
     corrupt is in `corrupt` instead.
