@@ -144,11 +144,15 @@ class LeaderLink:
 
     def _say(self, leader: HostRecord, error: BaseException) -> None:
         if isinstance(error, ConnectionRefusedError):
-            logger.warning("leader %s refuses connections: it is dead", leader.host)
+            logger.warning(
+                "leader %s refuses connections: its agent has ended", leader.host
+            )
         elif isinstance(error, AuthenticationError):
-            logger.error("%s", error)
+            logger.error("cannot connect to leader %s: %s", leader.host, error)
         else:
-            logger.warning("cannot reach leader %s: %s", leader.host, error)
+            logger.warning(
+                "cannot reach leader %s: %s; trying again", leader.host, error
+            )
 
     def _heard(self, channel: ControlChannel, message: Message) -> None:
         if channel is not self._channel:
@@ -161,7 +165,7 @@ class LeaderLink:
 
     def _closed(self, channel: ControlChannel, reason: str) -> None:
         if channel is self._channel:
-            logger.info("the link to the leader has ended: %s", reason)
+            logger.info("the link to the leader has ended (%s): connecting again", reason)
             self._channel = None
             if self._loop.now() - self._opened_at > LONGEST_PAUSE_S:
                 self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
@@ -179,7 +183,11 @@ class LeaderLink:
         Args:
             reason: the error in the order, for the log.
         """
-        logger.error("an order is refused and the link closed: %s", reason)
+        logger.error(
+            "the leader sent an invalid order, so the link is closed, and opened again "
+            "in %.0f s: %s",
+            *(LONGEST_PAUSE_S, reason),
+        )
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -196,7 +204,10 @@ class LeaderLink:
         self._heard_at += paused_s
         if self._channel is not None and now - self._heard_at > self._lease_s:
             channel, self._channel = self._channel, None
-            logger.warning("the leader was silent for %.0f s", self._lease_s)
+            logger.warning(
+                "the leader was silent for %.0f s: closing the link, connecting again",
+                self._lease_s,
+            )
             channel.close()
         if now - self._sent_at >= self._lease_s / 5:
             self.send({"op": "beat"})
@@ -302,14 +313,24 @@ class FollowerLinks:
             record = HostRecord.from_json(hello["record"])
             named = hello["host"], hello["incarnation"]
         except (KeyError, TypeError, ValueError):
-            logger.warning("%s sent an invalid hello", channel.address)
+            logger.warning(
+                "refused a connection from %s: its first message is invalid",
+                channel.address,
+            )
             return None
         if named != (record.host, record.incarnation):
-            logger.warning("%s: its hello does not match its record", channel.address)
+            logger.warning(
+                "refused a connection from %s: the host name and incarnation in its "
+                "first message are not those of its record",
+                channel.address,
+            )
             return None
         known = self._links.get(record.host)
         if known is not None and known.record.replaces(record):
-            logger.warning("refused the link of an earlier agent of %s", record.host)
+            logger.warning(
+                "refused a connection of an earlier agent process of host %s",
+                record.host,
+            )
             return None
         self._connect(record, channel)
         return self._heard, self._closed

@@ -404,8 +404,9 @@ class Agent:
         self.describe(dataclasses.replace(self._membership.record, leaving=True))
 
     def _newest_leader(self) -> tuple[int, HostRecord] | None:
-        """Returns the number of the newest leader's term and its record; None if
-        unknown.
+        """Returns (term, record) of the newest known leader; None if there is none.
+
+        The term is the number of the leader's time in office.
 
         A leader that another host has named counts only while the store does not
         answer, and only if its term is later than that of the leader in the store.
