@@ -165,7 +165,9 @@ class LeaderLink:
 
     def _closed(self, channel: ControlChannel, reason: str) -> None:
         if channel is self._channel:
-            logger.info("the link to the leader has ended (%s): connecting again", reason)
+            logger.info(
+                "the link to the leader has ended (%s): connecting again", reason
+            )
             self._channel = None
             if self._loop.now() - self._opened_at > LONGEST_PAUSE_S:
                 self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S

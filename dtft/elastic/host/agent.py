@@ -520,9 +520,7 @@ class Agent:
         self._obey({"op": message["op"], **order_fields(message)})
 
     def _order(self, host: str, op: str, **fields: Any) -> None:
-        """Sends a leader's order of the kind `op` to a host, which may be this one.
-
-        """
+        """Sends a leader's order of the kind `op` to a host, which may be this one."""
         message = {"op": op, **fields}
         if host == self._config.host:
             self._loop.post(self._obey, message)
@@ -575,9 +573,7 @@ class Agent:
         )
 
     def _emit(self, kind: str, *values: Any) -> None:
-        """Posts an event of this host to the loop; may be called from any thread.
-
-        """
+        """Posts an event of this host to the loop; may be called from any thread."""
         self._loop.post(self._happened, kind, *values)
 
     def _happened(self, kind: str, *values: Any) -> None:

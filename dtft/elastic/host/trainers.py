@@ -239,8 +239,8 @@ class Trainers:
 
     @property
     def attachment(self) -> tuple[int, int]:
-        """(index in the job, ident) of the attached user's process; (-1, 0) for none.
-        """
+        """(index in the job, ident) of the attached user's process; (-1, 0) for
+        none."""
         with self._lock:
             found = self._attached
             return (found.index, found.ident) if found else (ABSENT, 0)
@@ -595,8 +595,8 @@ class Trainers:
         return ident == self._active != 0
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends a message of the kind `op` to the active trainer, if it has attached.
-        """
+        """Sends a message of the kind `op` to the active trainer, if it has
+        attached."""
         if (trainer := self._trainer) is not None:
             trainer.send(op, fields)
 
