@@ -322,8 +322,8 @@ class SeatPolicy:
     reads_copies: bool
     """Whether hosts read and verify their copies in every attempt to form the job."""
     has_coordination_service: bool
-    """Whether an agent runs JAX's coordination service for the trainers of a world,
-    unless each trainer has its own service (`AgentConfig.is_served_by_one`)."""
+    """Whether an agent runs JAX's coordination service for all trainers, unless each
+    trainer has its own service (`AgentConfig.is_served_by_one`)."""
     reports: Mapping[str, Mapping[str, Check]]
     """Maps the kind (`op`) of each report that a host may send to the checks of the
     report's fields."""

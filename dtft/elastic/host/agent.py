@@ -646,7 +646,7 @@ def campaign_delay_s(
     * one lease if this host leaves the job.
 
     Args:
-        view: the view of the store.
+        view: the job's records in the store.
         me: this host's record.
         lease_s: duration of a lease in seconds.
         hears: whether the link to the last leader is open and not silent.
@@ -681,7 +681,7 @@ def unlisted(view: View, seen: Mapping[str, HostRecord]) -> list[HostRecord]:
     Their agents have ended, or are cut off from the store.
 
     Args:
-        view: the view of the store.
+        view: the job's records in the store.
         seen: maps each host to the last record that the store listed.
     """
     if view.assignment is None:

@@ -47,7 +47,7 @@ def save_fields(
     """Returns the fields of the message that makes an exporter save a step.
 
     Args:
-        step: the step.
+        step: number of the step.
         memory: path of the arena.
         buffers: one byte for each chunk of the slot's own slices: the number of the
             arena buffer that has the chunk.

@@ -840,9 +840,8 @@ class Follower:
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
         """Passes a trainer's message to the leader as a report of the kind `op`.
 
-        The message shows that the recovery on this host is over.
-
-        This is written to the progress board, which other processes read.
+        The message shows that the recovery on this host is over. This is written to the
+        progress board, which other processes read.
         """
         self._board.set("recovering", 0)
         self._tell(op, slot=task.slot, **message)
@@ -934,7 +933,7 @@ class Follower:
             self._accept(task, task.layout)
 
     def _accept(self, task: SlotTask, layout: Layout) -> None:
-        """Reports an accepted layout to the leader and starts the pushers to peers.
+        """Reports an accepted layout to the leader, and starts to send slices to peers.
 
         Also sends the trainer the state's location, if the restore has succeeded.
         """

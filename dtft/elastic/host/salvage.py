@@ -210,7 +210,7 @@ def _complete(
 
 
 def undivided(layout: Layout) -> Layout:
-    """Returns a layout with the same leaves, each as one whole slice, in one slot.
+    """Returns a layout of the same arrays, each as one whole slice, all in one slot.
 
     >>> from dtft.checkpoint.state.slices import Leaf
     >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))

@@ -113,7 +113,7 @@ class AttachedTrainer:
     """Number of the world (set of connected JAX processes) that an agent's process has
     joined or is joining, see `train.world`; 0 for none."""
     place: int = 0
-    """Index of an agent's process in this world."""
+    """Index, in the world `world`, of an agent's process."""
     given: bool = False
     """Whether the trainer is in use: an agent's process was assigned a slot, or a
     user's process was sent the restorable step. While in use, it cannot be given
@@ -423,11 +423,12 @@ class Trainers:
         return trainer
 
     def start(self, message: Mapping[str, Any]) -> None:
-        """Gives this host's slot in a new assignment (formation) its trainer.
+        """Chooses the trainer for this host's slot in a new assignment, and starts it.
 
-        If the member is the process that the message's `world` names, it is taken; else
-        the waiting trainer; else a new process. Another member is killed. If the user
-        starts trainers and none waits, a "trainer_exit" event is emitted.
+        The member (see `Trainers`) is taken if it is the process that the message's
+        `world` names; else the waiting trainer; else a new process. Another member is
+        killed. If the user starts trainers and none waits, a "trainer_exit" event is
+        emitted.
 
         Args:
             message: the slot's `start` message for a process that this agent started;
@@ -471,9 +472,9 @@ class Trainers:
     def join(self, world: Mapping[str, Any]) -> None:
         """Makes the waiting trainer join a world of JAX processes, without a slot.
 
-        It becomes the member. Starts a trainer first if none waits. Does nothing if the
-        member is already the process with this index of this world, or if the user
-        starts the trainers.
+        It becomes the member (see `Trainers`). Starts a trainer first if none waits.
+        Does nothing if the member is already the process with this index of this world,
+        or if the user starts the trainers.
 
         Args:
             world: see `train.world.World.join`.
@@ -746,7 +747,9 @@ class Trainers:
 
 
 def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the `start` message to a trainer, for a `prepare` order.
+    """Returns the fields of the `start` message to a trainer.
+
+    `order` is the leader's `prepare` order, with which this host takes its slot.
 
     `items` are the commit's items (no arrays) for a restore from memory. For a restore
     from storage, `storage_step` is the step, and the trainer reads the items itself.
@@ -772,10 +775,9 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 def joining(config: AgentConfig) -> dict[str, Any]:
     """Returns those fields of an order to join a world that are settings of the config.
 
-    A world is a set of connected JAX processes.
-
-    These are deadlines in seconds (`heartbeat_s`, `start_s`), the number of CPU
-    `devices`, and `lasts`: whether the world can outlast an assignment of slots.
+    A world is a set of connected JAX processes. The fields are deadlines in seconds
+    (`heartbeat_s`, `start_s`), the number of CPU `devices`, and `lasts`: whether the
+    world can outlast an assignment of slots.
     """
     return {
         "heartbeat_s": config.timeouts.heartbeat,

@@ -152,7 +152,7 @@ class Membership:
 
         Args:
             store: the job's store.
-            mirrors: starts the mirror of the job's keys.
+            mirrors: starts the mirror, a local copy of the job's keys.
             job: name of the job.
             record: this host's record; its incarnation names the agent process.
             lease_s: seconds without a renewal after which the lease expires.

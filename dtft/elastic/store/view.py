@@ -57,7 +57,7 @@ class View:
     was emptied may reach the same revisions and the same number again, but not the same
     value."""
     revision: int = 0
-    """Revision of the store for this view."""
+    """Revision of the store at which this view was read."""
 
     @property
     def term(self) -> int:
@@ -76,7 +76,10 @@ class View:
 
     @property
     def age(self) -> tuple[int, int]:
-        """(era, revision), which is larger for a later view."""
+        """(era, revision of the store), which is larger for a later view.
+
+        The era is a number that grows when the store has lost data.
+        """
         return self.era, self.revision
 
 

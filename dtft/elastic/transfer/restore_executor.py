@@ -200,9 +200,8 @@ def _restore(
 ) -> int:
     """Makes the step of `order` the only step in `holder`, complete and verified.
 
-    The arguments are those of `restore_into`.
-
-    Returns the number of bytes fetched from peers.
+    The arguments are those of `restore_into`. Returns the number of bytes fetched from
+    peers.
 
     Raises:
         FetchFailed: a fetch failed, an own copy is corrupt, or a slice was assembled
