@@ -1,10 +1,11 @@
 """Elastic jobs: membership, leadership, and recovery from failures.
 
 One agent per host runs an event loop. The agent carries out the leader's orders
-(`host`), and acts as the leader while its host holds the leader key (`leader`).
+(`host`), and acts as the leader while its host holds the leader key in etcd (`leader`).
 
 * `store`: etcd and the job's keys in etcd. `messages`: messages between hosts, sent
-  over `links` and `network`. `transfer`: copies of slices, and restores.
+  over `links` and `network`. `transfer`: copies of slices (pieces of the state's
+  arrays), and restores.
 * Values and decisions of leader and host: `job` (the config of an agent), `assignment`
   (slots and sizes), `seat_policy` and `anti_affinity` (the host of each slot),
   `reachability`, `hang_detection`, `admission` (of a host to a job).

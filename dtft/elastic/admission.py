@@ -23,7 +23,7 @@ starts."""
 class JobMismatch(ValueError):
     """A host may not join: its name is taken, or a setting does not fit the job.
 
-    Also raised for an `Observer` whose secret is not that of the job.
+    Also raised if a client of the job (`inspect_job.Observer`) has another secret.
     """
 
 
@@ -38,11 +38,11 @@ def proof_of(secret: bytes, job: str) -> str:
 def refuse_taken_name(store: Store, config: AgentConfig) -> None:
     """Waits until no host is registered under this host's name.
 
-    Waits at most for one lease and 1 s.
+    Waits at most for the time of one lease and 1 s more.
 
     Raises:
         StoreUnavailable: the store does not answer.
-        JobMismatch: a live host has the name.
+        JobMismatch: a host is still registered under the name.
     """
     key = job_key(config.job, f"m/hosts/{config.host}")
     end = time.monotonic() + config.timeouts.lease + 1.0
@@ -72,7 +72,10 @@ def check_domain(store: Store, config: AgentConfig) -> None:
 
 
 def _fingerprint(config: AgentConfig) -> dict[str, Any]:
-    """Returns what must be equal on all hosts: config, TLS use, proof of the secret."""
+    """Returns the settings that must be equal on all hosts of a job.
+
+    These are the config's digest, whether TLS is used, and the proof of the secret.
+    """
     return {
         "secret": proof_of(config.secret, config.job),
         "config": config.config_digest,
@@ -81,11 +84,11 @@ def _fingerprint(config: AgentConfig) -> dict[str, Any]:
 
 
 def claims_of(config: AgentConfig) -> dict[str, bytes]:
-    """Returns the values that hosts write again to a store that has lost data.
+    """Returns the job's settings that hosts write again to a store that has lost data.
 
     Returns:
-        Name of the key to its value: "fingerprint", and "terms" if `config.terms` (the
-        settings of the user's processes) is not "".
+        Maps the name of a key in the store to its value: "fingerprint", and "terms" if
+        `config.terms` (the settings of the user's processes) is not "".
     """
     claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
     return claims | ({"terms": config.terms.encode()} if config.terms else {})

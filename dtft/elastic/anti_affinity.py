@@ -42,17 +42,21 @@ def known_domains(records: Iterable[HostRecord]) -> tuple[FailureDomains, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """The assignment and the failure domains of a job, from a view of the store."""
+    """Which host has which slot of a job, and which hosts fail together.
+
+    Read from a view, the job's records in the store at one moment.
+    """
 
     assignment: SlotAssignment | None
     domains: FailureDomains
     names: Mapping[str, str]
-    """Host to its domain at the level (power, rack or host) over which the copies are
-    spread."""
+    """Maps each host to its failure domain at the level (power, rack or host) over
+    which the copies are spread."""
 
     @classmethod
     def of(cls, view: View) -> "Surroundings":
-        """Reads assignment and failure domains from a view."""
+        """Reads the assignment of slots and the failure domains from a view of the
+        store."""
         domains, _ = known_domains(view.hosts.values())
         level = view.assignment.spread.level if view.assignment else "host"
         hosts = list(view.hosts)
@@ -61,29 +65,34 @@ class Surroundings:
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """The domain of each slot when copies were placed.
+        """The failure domain of each slot, by which the job's copies were placed.
 
-        () if no host had a label then (each slot is its own domain), or without an
-        assignment.
+        () if no host had a label then (each slot is its own domain), or if no slot has
+        been assigned yet.
         """
         return self.assignment.spread.domains if self.assignment else ()
 
     def placed_on(self, layout: Layout | None) -> tuple[str, ...]:
-        """Returns `placed` if its number of slots is that of `layout`, else ()."""
+        """Returns the failure domain of each slot (`placed`) if they fit `layout`, else
+        ().
+
+        Returns () if the number of slots is not that of `layout`, or if `layout` is
+        None.
+        """
         fits = layout is not None and layout.mesh.num_slots == len(self.placed)
         return self.placed if fits else ()
 
     def copies(self, layout: Layout | None) -> tuple[int, int, str]:
-        """Computes how many copies a formation has in separate domains.
+        """Computes in how many separate failure domains every slice has copies.
 
         Args:
-            layout: the newest layout; None if unknown.
+            layout: layout of the job's state (its mesh and arrays); None if unknown.
 
         Returns:
             The requested copies, the effective copies (in separate domains), and why
-            the numbers differ ("" if not). (0, 0, "") if there is no assignment, the
-            layout is unknown or has another number of slots, or the host of a slot is
-            not registered.
+            the numbers differ ("" if not). (0, 0, "") if no slot has been assigned yet,
+            the layout is unknown or has another number of slots, or the host of a slot
+            is not registered.
         """
         now = self.assignment
         if now is None or layout is None or layout.mesh.num_slots != len(now.slots):
@@ -96,10 +105,15 @@ class Surroundings:
 
 
 def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
-    """Chooses the failure domains over which a new formation spreads its copies.
+    """Chooses the failure domains over which copies are spread.
 
-    The formation has no copies in memory yet. If no host has a domain label, each slot
-    is its own domain.
+    Hosts have no copies in memory yet. If no host has a domain label, each slot is its
+    own domain.
+
+    Args:
+        slots: the host of each slot.
+        domains: failure domains of all hosts.
+        copies: requested number of copies of every slice.
     """
     if not domains.levels:
         return Spread(copies=copies)
@@ -115,10 +129,17 @@ def next_spread(
     *,
     keep: bool,
 ) -> Spread:
-    """Returns the failure domains over which the next formation spreads its copies.
+    """Returns the failure domains over which copies are spread after a new assignment.
 
-    If copies stay in memory (`keep`) and the number of slots is the same, this is the
-    previous spread; otherwise a new spread.
+    If the present copies stay in memory (`keep`) and the number of slots is the same,
+    they are the previous domains. Otherwise they are chosen anew (`spread_over`).
+
+    Args:
+        previous: the previous assignment; None if there is none.
+        slots: the host of each slot in the new assignment.
+        domains: failure domains of all hosts.
+        copies: requested number of copies of every slice.
+        keep: whether the copies in the hosts' memory are used further.
     """
     if keep and previous is not None and len(previous.slots) == len(slots):
         return previous.spread

@@ -84,33 +84,36 @@ class SlotAssignment:
     """Number that increases when the number of slots, the host of a slot, or the agent
     process of such a host changes."""
     attempt: int
-    """Number of the formation within its generation."""
+    """Number of the attempt to form the job within this generation, from 1. It
+    increases if the same hosts start again in the same slots."""
     slots: tuple[str, ...]
     """The host of each slot."""
     incarnations: tuple[str, ...]
-    """Incarnations of the slots' hosts, in slot order."""
+    """The incarnation (see `HostRecord`) of each slot's host."""
     source: Source
     """Where the state comes from: host memory, storage, or a new initial state."""
     step: int
     """The restored step; 0 for the initial state."""
     rung: int | None
-    """None for the first formation of a job. 0 if the trainers of the remaining hosts
+    """None for the first assignment of a job. 0 if the trainers of the remaining hosts
     keep their processes and the state is in memory. Otherwise where the recovery found
     the state: 1 in each host's own memory, 2 also in peers' memory, 3 in storage or the
     initial state. With divided copying (`AgentConfig.share`) the rung is 1 if every
     slot's host has copies."""
     reason: str
-    """The reason for the formation, for messages."""
+    """Why the slots were assigned anew, for messages."""
     spread: Spread = field(default_factory=Spread)
     """The failure domains over which the slots' copies are spread."""
     asked_slots: int = 0
     """The number of slots that a user has requested; 0 without a request. Kept here in
     case the store loses the request."""
     world: tuple[int, int, int] = (0, 0, 0)
-    """The world of JAX processes: number, size, and the number of this formation in it
-    (`leader.world_plan.WorldPlan`)."""
+    """(number, size, turn) of the world: the JAX processes that are connected with each
+    other, which can outlast an assignment. `number` identifies the world, `size` is the
+    number of processes that it has room for, and `turn` counts its assignments from 0.
+    See `leader.world_plan.WorldPlan`."""
     places: tuple[int, ...] = ()
-    """The index in the world of each slot's process; () if an older version wrote the
+    """The index, in the world, of each slot's process; () if an older version wrote the
     assignment."""
     service: tuple[str, str] = ("", "")
     """Host and address (host:port) of the world's coordination service; empty if each
@@ -123,7 +126,7 @@ class SlotAssignment:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt), which is larger for every later formation."""
+        """(generation, attempt), which is larger for every later assignment."""
         return self.generation, self.attempt
 
     def to_json(self) -> str:
@@ -150,9 +153,10 @@ class SlotAssignment:
 
 
 def process_of(incarnation: str) -> str:
-    """Returns the agent process of an incarnation: PROCESS of PROCESS.NUMBER.
+    """Returns the part of an incarnation that names the agent process.
 
-    After its lease has expired, an agent process registers under the next number.
+    An incarnation is PROCESS.NUMBER; PROCESS is returned. After its lease has expired,
+    an agent process registers under the next NUMBER.
 
     >>> process_of("9f3c.2"), process_of("9f3c")
     ('9f3c', '9f3c')
@@ -175,7 +179,7 @@ def fill_slots(
 ) -> tuple[HostRecord | None, ...]:
     """Keeps every live host in its slot and fills empty slots with spares.
 
-    A host whose agent process is not that of `previous` counts as a spare.
+    A host whose agent was started again since `previous` counts as a spare.
 
     Args:
         previous: previous (host, incarnation) of each slot; empty for a new job.
@@ -207,10 +211,10 @@ def fill_slots(
 def next_epoch(
     previous: SlotAssignment | None, filled: Sequence[HostRecord]
 ) -> tuple[int, int]:
-    """Computes (generation, attempt) of a new formation.
+    """Computes (generation, attempt) of a new assignment of hosts to slots.
 
-    The generation increases if the hosts of the slots, or their agent processes, differ
-    from `previous`; otherwise the attempt increases.
+    The generation increases if the hosts in `filled` (one for each slot), or their
+    agent processes, differ from those in `previous`; otherwise the attempt increases.
 
     >>> next_epoch(None, [])
     (1, 1)
@@ -282,7 +286,7 @@ class ReplicaGroups:
 
     @classmethod
     def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
-        """Computes the groups of a running job from its layout."""
+        """Computes the groups of a running job from the layout of its state."""
         mesh = layout.mesh
         sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
         others = [axis for axis in limits.batch_axes if axis != REPLICA_AXIS]
@@ -294,16 +298,16 @@ class ReplicaGroups:
 
     @property
     def group(self) -> tuple[int, int]:
-        """(replicas, slots) of one replica group."""
+        """Number of replicas and number of slots of one replica group."""
         common = math.gcd(self.replicas, self.slots)
         return self.replicas // common, self.slots // common
 
     def fits(self, replicas: int, limits: SizeLimits) -> bool:
         """Whether a job may have this many replicas.
 
-        The replicas must fill whole replica groups. `limits.global_batch` must be
-        divisible by the number of replicas times `parts`. Does not check
-        `limits.min_replicas`.
+        The replicas must fill whole replica groups. `limits.global_batch`, the rows of
+        a step, must be divisible by the number of replicas times `parts`. Does not
+        check `limits.min_replicas`.
         """
         whole = replicas >= 1 and replicas % self.group[0] == 0
         return whole and limits.global_batch % (replicas * self.parts) == 0
@@ -326,7 +330,7 @@ def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
 
     Args:
         replicas: the requested number of replicas.
-        layout: layout of the running job.
+        layout: layout of the running job's state (its mesh and arrays).
         limits: the job's size limits.
 
     Raises:
@@ -366,6 +370,8 @@ def _unfit(replicas: int, groups: ReplicaGroups, limits: SizeLimits) -> str:
 
 def resized(layout: Layout, replicas: int) -> Layout:
     """Computes the layout of the same state on a mesh with `replicas` replicas.
+
+    A layout has the mesh, with the slot of each device, and the state's arrays.
 
     Raises:
         ValueError: the mesh has no replica axis, an axis before it has a size above 1,
@@ -417,11 +423,11 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 
 
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
-    """Returns a leaf of a job with `before` replicas, with its shape for `replicas`.
+    """Returns an array's description with its shape in a job of `replicas` replicas.
 
-    The shape differs only if the leaf has one row for each replica. The state can then
-    not be resized, because a new replica has no row: `new_specs` raises an error that
-    names the leaf, as its shape has changed.
+    The shape differs only if the array has one row for each of the present replicas
+    (`before`). The state can then not be resized, because a new replica has no row:
+    `new_specs` raises an error that names the array, as its shape has changed.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(
@@ -438,13 +444,13 @@ def choose_slots(
     limits: SizeLimits,
     unfit: Collection[int] = (),
 ) -> int:
-    """Chooses the number of slots of the next formation.
+    """Chooses the number of slots for the next assignment of hosts.
 
     The candidates are, in this order:
 
     1. `wanted`;
-    2. the smaller sizes that `limits` allows, largest first. There are none without
-       `groups`, or if `limits.min_replicas` is 0;
+    2. the smaller sizes that `limits` allows, largest first. There are none if `groups`
+       is None, or if `limits.min_replicas` is 0;
     3. the size of the newest commit, so that a failed growth does not end the job.
 
     Candidates in `unfit` are left out. If no candidate is left, the size of the newest
@@ -456,9 +462,10 @@ def choose_slots(
         wanted: the requested number of slots, or the number at the job's start.
         committed: number of slots of the newest commit; 0 without a commit.
         available: number of hosts that can be given a slot.
-        groups: groups of the running job; None if no live host knows its layout.
+        groups: replica groups of the running job; None if no live host knows its
+            layout.
         limits: the job's size limits.
-        unfit: numbers of slots that are excluded after failures.
+        unfit: numbers of slots that are excluded, because the job failed with them.
 
     >>> choose_slots(wanted=3, committed=2, available=2, groups=None,
     ...     limits=SizeLimits())

@@ -31,7 +31,7 @@ class Lane(Protocol):
 
     def submit(self, work: Work, then: Then) -> None:
         """Calls `work` after all work submitted before; then calls `then` on the loop
-        with the outcome. Does nothing after `close`."""
+        with the outcome, a finished Future. Does nothing after `close`."""
         ...
 
     def close(self) -> None:
@@ -61,8 +61,11 @@ class Loop(Protocol):
         ...
 
     def aside(self, work: Work, then: Then | None = None) -> None:
-        """Calls `work` at once on another thread; then calls `then` on the loop with
-        the outcome. Without `then`, an error is raised on that thread."""
+        """Calls `work` at once on another thread; then calls `then` on the loop.
+
+        `then` gets the outcome, a finished Future. Without `then`, an error of `work`
+        is raised on that thread.
+        """
         ...
 
     def lane(self, name: str) -> Lane:

@@ -77,7 +77,14 @@ class Stuck:
 def stuck(
     phase: Phase, for_s: float, step_s: Sequence[float], timeouts: Timeouts
 ) -> Stuck | None:
-    """Returns a `Stuck` if a phase exceeds its limit (see `limit_of`), else None."""
+    """Returns a `Stuck` if a phase has lasted longer than its limit, else None.
+
+    Args:
+        phase: the trainer's phase.
+        for_s: seconds that the phase has lasted.
+        step_s: measured seconds of the newest steps.
+        timeouts: timeouts of the job, from which the limit is taken (`limit_of`).
+    """
     limit_s, timeout = limit_of(phase, step_s, timeouts)
     if for_s <= limit_s:
         return None
@@ -132,8 +139,8 @@ class Observation:
     """Start time of the phase, in seconds on the monotonic clock."""
     computing: int
     finished: int
-    """Last finished step on the progress board; `computing` is the last dispatched
-    step."""
+    """The last finished step, and in `computing` the last dispatched step, as the
+    trainer has written them to shared memory (the progress board)."""
     state: str = "?"
     """State letter of the process, as in /proc/PID/stat; "?" if unreadable."""
     cpu_s: float = 0.0
@@ -187,7 +194,7 @@ class ProgressWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Starts observing another trainer; keeps the step times."""
+        """Starts observing another trainer; keeps the step times measured before."""
         self._last: tuple[float, Observation] | None = None
         self._counted_from: tuple[float, int] | None = None
         self._for_s = 0.0
@@ -259,7 +266,11 @@ class ProgressWatch:
         return due
 
     def dump_due(self, progress: JobProgress) -> bool:
-        """Whether to dump the trainer's stack now; True at most once for each phase."""
+        """Whether the trainer's stacks must be written to its log now.
+
+        True once a phase has lasted for `DUMP_AT` of its limit, at most once for each
+        phase (each step counts as a phase).
+        """
         due = bool(progress.phase) and progress.for_s > DUMP_AT * progress.limit_s
         due, self._dumped = due and not self._dumped, self._dumped or due
         return due
@@ -417,7 +428,8 @@ def verdict(
 def _is_silent(heard: tuple[float, JobProgress] | None, now: float) -> bool:
     """Whether a host has never reported, or its last report is older than `FRESH_S`.
 
-    A host whose trainer has ended well need not report, and so is not silent.
+    `heard` has the arrival time and the content of the last report; None if there was
+    none. A host whose trainer has ended well need not report, and so is not silent.
     """
     return heard is None or (bool(heard[1].phase) and now - heard[0] > FRESH_S)
 

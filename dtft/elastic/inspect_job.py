@@ -80,7 +80,7 @@ class HostState:
     """The host's slot; -1 for a spare."""
     arena_bytes: int = 0
     held: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
-    """Step to slice key to the digest of the host's copy of that slice."""
+    """Maps each step, then the key of each slice, to the digest of the host's copy."""
     corrupt: tuple[str, ...] = ()
     """Descriptions of corrupt copies, which are not in `held`."""
     unread: tuple[int, ...] = ()
@@ -111,8 +111,8 @@ class JobState:
     """The commits worth showing, newest first: all healthy commits; if there are none,
     all degraded commits; if there are none of these either, the newest commit."""
     copies: tuple[int, int, str] = (0, 0, "")
-    """Requested copies, effective copies, and why the numbers differ; (0, 0, "") if
-    unknown."""
+    """Requested copies of every slice, how many are in separate failure domains, and
+    why the numbers differ ("" if not); (0, 0, "") if unknown."""
 
     @property
     def telling(self) -> bool:
@@ -350,7 +350,7 @@ class Observer:
         return {**reply, "leader": leader.host}
 
     def _leader(self) -> tuple[int, HostRecord]:
-        """Returns the leader's term and the record of its host.
+        """Returns the number of the leader's term, and the record of the leader's host.
 
         Raises:
             NotThere: the job has no leader.

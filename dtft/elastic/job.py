@@ -83,8 +83,9 @@ class AgentConfig:
     hot_swap: bool = False
     """Whether the trainers of other hosts keep their processes when a host is lost."""
     cpu_devices: int = 0
-    """Number of CPU devices of every trainer: `TURNS` times the devices of a slot. 0 if
-    trainers have accelerators, or without `hot_swap`."""
+    """Number of CPU devices of every trainer: those of a slot, once for each of the
+    `TURNS` assignments in which a trainer can keep its process. 0 if trainers have
+    accelerators, or without `hot_swap`."""
     served: bool = False
     """Whether the trainers are processes that the user starts and that attach."""
     terms: str = ""
@@ -93,14 +94,17 @@ class AgentConfig:
 
     @property
     def seats(self) -> SeatPolicy:
-        """The policy for filling slots and reacting to trainers, chosen by `served`."""
+        """The policy that fills slots and reacts to trainers, as the job is `served` or
+        not."""
         return SERVED if self.served else LAUNCHED
 
     @property
     def is_served_by_one(self) -> bool:
-        """Whether an agent runs one JAX coordination service for a world's trainers.
+        """Whether all trainers connect to one JAX coordination service, which an agent
+        runs.
 
-        False if each trainer has its own service, or if the user starts the trainers.
+        False if each trainer runs a service of its own, or if the user starts the
+        trainers.
         """
         return self.seats.has_coordination_service and not self.cpu_devices
 
@@ -111,5 +115,5 @@ class AgentConfig:
 
     @property
     def memory_directory(self) -> Path:
-        """Directory of this host's arena, progress board and socket."""
+        """Directory of this host's copies (arenas), progress board and socket."""
         return self.arena_directory / f"dtft-{self.job}-{self.host}"

@@ -91,7 +91,7 @@ def _changed(
         op: kind of the request, "scale" or "drain".
         request: fields of the request, without `limit_s`.
         limit_s: seconds after which the call fails.
-        late: beginning of the error text after `limit_s`.
+        late: beginning of the error text if the change took longer than `limit_s`.
 
     Returns:
         The leader's reply, with `asked_again`: whether an earlier attempt failed.

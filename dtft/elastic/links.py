@@ -57,8 +57,8 @@ class LeaderLink:
             lease_s: seconds of silence after which the link is closed and opened again.
             on_order: called with each order of the leader.
             on_dead: called with the leader's record when its port refuses connections.
-            on_moved: called with term and record of the leader that the host at the
-                other end names, because that host does not lead.
+            on_moved: called with the number of the term and the record of the leader
+                that the host at the other end names, because that host does not lead.
         """
         self._on_moved = on_moved
         self._me, self._network, self._loop, self._lease_s = me, network, loop, lease_s
@@ -82,8 +82,9 @@ class LeaderLink:
         return self._channel is not None and silent_s < self._lease_s
 
     def follow(self, term: int, leader: HostRecord) -> None:
-        """Begins to connect to the leader of a term, unless a link to it is open.
+        """Begins to connect to a leader, unless a link to it is open.
 
+        `term` is the number of the leader's term, which is sent with the first message.
         Closes a link to another leader.
         """
         known = self._leader
@@ -97,7 +98,7 @@ class LeaderLink:
     def _leave(self, term: int, leader: HostRecord) -> None:
         """Ends the link, if any, to a former leader; first sends it the new leader.
 
-        `term` and `leader` are those of the new leader.
+        `leader` is the new leader, and `term` the number of its term.
         """
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -143,11 +144,15 @@ class LeaderLink:
 
     def _say(self, leader: HostRecord, error: BaseException) -> None:
         if isinstance(error, ConnectionRefusedError):
-            logger.warning("leader %s refuses connections: it is dead", leader.host)
+            logger.warning(
+                "leader %s refuses connections: its agent has ended", leader.host
+            )
         elif isinstance(error, AuthenticationError):
-            logger.error("%s", error)
+            logger.error("cannot connect to leader %s: %s", leader.host, error)
         else:
-            logger.warning("cannot reach leader %s: %s", leader.host, error)
+            logger.warning(
+                "cannot reach leader %s: %s; trying again", leader.host, error
+            )
 
     def _heard(self, channel: ControlChannel, message: Message) -> None:
         if channel is not self._channel:
@@ -160,7 +165,9 @@ class LeaderLink:
 
     def _closed(self, channel: ControlChannel, reason: str) -> None:
         if channel is self._channel:
-            logger.info("the link to the leader has ended: %s", reason)
+            logger.info(
+                "the link to the leader has ended (%s): connecting again", reason
+            )
             self._channel = None
             if self._loop.now() - self._opened_at > LONGEST_PAUSE_S:
                 self._next_try, self._pause_s = 0.0, FIRST_PAUSE_S
@@ -178,7 +185,11 @@ class LeaderLink:
         Args:
             reason: the error in the order, for the log.
         """
-        logger.error("an order is refused and the link closed: %s", reason)
+        logger.error(
+            "the leader sent an invalid order, so the link is closed, and opened again "
+            "in %.0f s: %s",
+            *(LONGEST_PAUSE_S, reason),
+        )
         channel, self._channel = self._channel, None
         if channel is not None:
             channel.close()
@@ -195,7 +206,10 @@ class LeaderLink:
         self._heard_at += paused_s
         if self._channel is not None and now - self._heard_at > self._lease_s:
             channel, self._channel = self._channel, None
-            logger.warning("the leader was silent for %.0f s", self._lease_s)
+            logger.warning(
+                "the leader was silent for %.0f s: closing the link, connecting again",
+                self._lease_s,
+            )
             channel.close()
         if now - self._sent_at >= self._lease_s / 5:
             self.send({"op": "beat"})
@@ -216,7 +230,7 @@ class LeaderLink:
 
 
 def _who(leader: HostRecord) -> tuple[str, str, str]:
-    """Returns what identifies a link's peer: host name, agent process and address."""
+    """Returns what identifies an agent: host name, agent process and address."""
     return leader.host, process_of(leader.incarnation), leader.address
 
 
@@ -266,8 +280,9 @@ class FollowerLinks:
                 connected again.
             on_dead: called with the record of a host whose link ended and whose port
                 now refuses connections.
-            on_moved: called with term and record of another leader that a connected
-                host reports; this host may be cut off from the store.
+            on_moved: called with the number of the term and the record of another
+                leader that a connected host reports; this host may be cut off from the
+                store.
         """
         self._network, self._loop, self._lease_s = network, loop, lease_s
         self._on_connected, self._on_report = on_connected, on_report
@@ -293,20 +308,31 @@ class FollowerLinks:
 
         Returns:
             The callbacks for messages and for the end of the connection; None to refuse
-            an invalid hello, or an older agent process of a connected host.
+            the connection: its hello is invalid, or comes from an earlier agent process
+            of a host that is connected.
         """
         try:
             record = HostRecord.from_json(hello["record"])
             named = hello["host"], hello["incarnation"]
         except (KeyError, TypeError, ValueError):
-            logger.warning("%s sent an invalid hello", channel.address)
+            logger.warning(
+                "refused a connection from %s: its first message is invalid",
+                channel.address,
+            )
             return None
         if named != (record.host, record.incarnation):
-            logger.warning("%s: its hello does not match its record", channel.address)
+            logger.warning(
+                "refused a connection from %s: the host name and incarnation in its "
+                "first message are not those of its record",
+                channel.address,
+            )
             return None
         known = self._links.get(record.host)
         if known is not None and known.record.replaces(record):
-            logger.warning("refused the link of an earlier agent of %s", record.host)
+            logger.warning(
+                "refused a connection of an earlier agent process of host %s",
+                record.host,
+            )
             return None
         self._connect(record, channel)
         return self._heard, self._closed
@@ -408,7 +434,7 @@ class FollowerLinks:
             link.post(message, self._loop.now())
 
     def drop(self, host: str) -> None:
-        """Ends the link to a host, which then connects again."""
+        """Ends the link to a host, if there is one; the host then connects again."""
         if (link := self._links.get(host)) is not None:
             self._end(link)
 
@@ -425,7 +451,7 @@ class FollowerLinks:
 
 
 def moved(term: int, leader: HostRecord) -> Message:
-    """Makes the message that names the new leader and its term."""
+    """Makes the message that names the new leader and the number of its term."""
     return {"op": "moved", "term": term, "leader": leader.to_json()}
 
 

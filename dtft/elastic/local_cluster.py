@@ -196,7 +196,7 @@ class LocalCluster:
         return self.options.arena_directory / f"dtft-{self.options.job}-{name}"
 
     def signal_host(self, name: str, number: int) -> None:
-        """Sends a signal to every process of a host."""
+        """Sends the signal `number` to every process of a host, if any still runs."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.agents[name].pid, number)
 
@@ -412,7 +412,7 @@ class StopAsked:
         return time.monotonic() - self._signals[0][0] if self._signals else 0.0
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Records a signal; used as signal handler."""
+        """Records the signal `number` and its time; used as signal handler."""
         del frame
         self._signals.append((time.monotonic(), number))
 
@@ -478,6 +478,13 @@ def _to_the_end(cluster: LocalCluster, asked: StopAsked, stop_s: float) -> int:
 def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
     """Tries to export the newest step in memory; prints which steps are lost.
 
+    The caller then ends the cluster.
+
+    Args:
+        cluster: the cluster.
+        asked: the stop signals so far; one more Ctrl-C gives up the export.
+        why: beginning of the printed line: why the job is ended by force.
+
     Returns:
         The exit code, 1.
     """
@@ -504,10 +511,11 @@ def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
 def _exported(
     cluster: LocalCluster, asked: StopAsked, newest: int, limit_s: float
 ) -> str:
-    """Stores the step `newest`; returns "", or the reason why it was not stored.
+    """Writes the step `newest` to storage; returns "", or why it is not in storage.
 
     First waits for an export that the job has begun, if there is one. If storage then
     lacks the step, exports the step from the hosts' memory (`LocalCluster.salvage`).
+    Gives up after `limit_s` seconds, and when `asked` gets another stop signal.
     """
     end, presses_before = time.monotonic() + limit_s, asked.times
     outcome: list[str] = []

@@ -80,7 +80,11 @@ class Network(Protocol):
         ...
 
     def probe(self, address: str, then: Callable[[PortState], None]) -> None:
-        """Connects to a port, disconnects and calls `then` with the result."""
+        """Connects to a port, disconnects and calls `then` with the result.
+
+        The result is "open", "refused" (no process listens) or "silent" (no answer, or
+        another error).
+        """
         ...
 
 

@@ -1,9 +1,10 @@
 """Finds pairs of hosts cut off from each other, and chooses hosts to leave out.
 
-The leader reaches every host that answers in a round (an attempt to form the job), but
-two of these hosts may be cut off from each other. Such a pair can neither train
-together nor exchange copies. So after a failure that a cut would explain, each host
-tries its peers' ports and reports the peers that it did not reach.
+The leader reaches every host that answers in a round (an attempt to form the job, which
+means to assign slots and start trainers), but two of these hosts may be cut off from
+each other. Such a pair can neither train together nor exchange copies. So after a
+failure that a cut would explain, each host tries its peers' ports and reports the peers
+that it did not reach.
 """
 
 import bisect
@@ -27,13 +28,13 @@ def peers_to_try(
 ) -> list[str]:
     """Returns the peers that a host tries: its neighbours on a ring of all hosts.
 
-    If host a tries host b, then b also tries a. Successive turns use neighbours farther
-    away, until all peers have been tried; then turns start again.
+    If host a tries host b, then b also tries a. Later turns use neighbours farther
+    away, until all peers have been tried; then the nearest are used again.
 
     Args:
         host: name of the host.
         hosts: names of all hosts in sorted order.
-        turn: number of the turn, from 0.
+        turn: number of this try, equal for all hosts; the next try has the next number.
         most: largest number of peers.
 
     >>> peers_to_try("c", "abcde", 0)
@@ -58,7 +59,7 @@ def peers_to_try(
 def believed(
     tried: Mapping[str, Collection[str]], missed: Mapping[str, Collection[str]]
 ) -> set[Pair]:
-    """Returns the pairs that do not reach each other, from the reports of all hosts.
+    """Returns the pairs of hosts that do not reach each other, by the hosts' reports.
 
     The report of one host may be wrong. So a reported pair counts only if both hosts
     report each other, or if one of the two is reported by at least two hosts and by
@@ -97,7 +98,7 @@ def pair(one: str, other: str) -> Pair:
 def set_aside(
     hosts: Collection[str], slots: Sequence[str], apart: Collection[Pair], leader: str
 ) -> list[str]:
-    """Chooses hosts to leave out, so that all other hosts reach each other.
+    """Chooses hosts that get no slot, so that all other hosts reach each other.
 
     Leaves out the host that occurs in the largest number of pairs, drops its pairs, and
     repeats this until no pair remains. Of hosts in equally many pairs, a host without a
@@ -147,7 +148,8 @@ class Reachability:
 
     @property
     def is_to_be_tried(self) -> bool:
-        """Whether hosts must try to connect to their peers in the next round."""
+        """Whether hosts must try to connect to their peers in the next attempt to form
+        the job."""
         return self.is_suspected or bool(self.apart)
 
     def learn(
@@ -156,7 +158,7 @@ class Reachability:
         missed: Mapping[str, Collection[str]],
         now: float,
     ) -> set[Pair]:
-        """Updates the pairs from hosts' reports; returns the new pairs.
+        """Updates the known pairs (`apart`) from hosts' reports; returns the new pairs.
 
         Adds pairs that the reports confirm (`believed`), but only while a cut is
         suspected (`is_suspected`). Removes a known pair if one of its hosts has not
@@ -211,7 +213,7 @@ class Reachability:
         return asked
 
     def answered(self, host: str, missed: list[str]) -> list[Pair]:
-        """Records a host's answer to `ask`.
+        """Records the peers that a host did not reach in the try that `ask` began.
 
         Returns:
             After the last answer, the pairs that reach each other again; else [].

@@ -141,7 +141,7 @@ def fill_by_process(
     """Gives slot i to the host to which the user's process with index i is attached.
 
     If two processes with the same index are attached, the process that attached later
-    counts: the earlier one is left over from an earlier start of the job. The result is
+    counts: the other one is left over from an earlier start of the job. The result is
     None for a slot without a process.
 
     >>> def host(name, process, ns):
@@ -199,8 +199,8 @@ class Seating:
     usable: Sequence[HostRecord]
     """Hosts that may be given a slot."""
     replies: Mapping[str, Mapping[str, Any]]
-    """Host to its report (`holdings`) of the copies that it holds, in this attempt to
-    form the job."""
+    """Maps each host to its report of the copies that it holds (`holdings`), in this
+    attempt to form the job."""
     num_slots: int
     """Number of slots at the start of the job."""
     choose_size: Callable[[int, Layout | None], int]
@@ -213,8 +213,10 @@ class Seating:
 
 
 def _fill_with_spares(seating: Seating) -> Filled:
-    """Chooses the number of slots, keeps hosts in their slots and fills empty slots
-    with spares."""
+    """Chooses the number of slots, keeps hosts in their slots, and fills empty slots.
+
+    Empty slots get spares, as far as there are enough.
+    """
     old, layout = seating.previous, seating.layout
     num_slots = seating.choose_size(len(seating.usable), layout)
     group = ReplicaGroups.of(layout, seating.limits).group[1] if layout else 1
@@ -259,8 +261,10 @@ def _bytes_by_slot(
 
 
 def _fill_with_processes(seating: Seating) -> Filled:
-    """Gives slot i to the host whose attached process has index i, if the process is
-    still attached."""
+    """Gives slot i to the host to which the user's process with index i is attached.
+
+    A process that has detached since its host's last record does not count.
+    """
     free = [  # replies are newer than records: a process may have detached since
         record
         for record in seating.usable
@@ -318,14 +322,14 @@ class SeatPolicy:
     reads_copies: bool
     """Whether hosts read and verify their copies in every attempt to form the job."""
     has_coordination_service: bool
-    """Whether an agent runs JAX's coordination service for the trainers of a world,
-    unless each trainer has its own service (`AgentConfig.is_served_by_one`)."""
+    """Whether an agent runs JAX's coordination service for all trainers, unless each
+    trainer has its own service (`AgentConfig.is_served_by_one`)."""
     reports: Mapping[str, Mapping[str, Check]]
-    """Maps the op of each report that a host may send to the checks of the report's
-    fields."""
+    """Maps the kind (`op`) of each report that a host may send to the checks of the
+    report's fields."""
     exit_report: Callable[[int], ExitReport]
-    """Makes the report of a trainer's end from the code of the "trainer_exit" event
-    (see `Trainers`)."""
+    """Makes the report of a trainer's end, or None, from the code of the "trainer_exit"
+    event (see `Trainers`)."""
     change_refusal: Callable[[str], str] | None
     """Explains why a job of this name cannot be scaled, and no host of it drained; None
     if a job can be changed."""

@@ -28,7 +28,13 @@ def heard_signals() -> tuple[signal.Signals, ...]:
 
 
 def presses(signals: Sequence[tuple[float, int]]) -> int:
-    """Counts the separate stop requests, given (time, number) of each signal.
+    """Counts the separate stop requests among the signals.
+
+    Signals that follow each other within `ECHO_S` seconds count once. A SIGHUP counts
+    only as the first signal.
+
+    Args:
+        signals: (time in seconds, number) of each signal, in order of arrival.
 
     >>> interrupt, hang_up = int(signal.SIGINT), int(signal.SIGHUP)
     >>> presses([(0.0, hang_up), (5.0, hang_up)])
@@ -105,9 +111,11 @@ def waits_for(progress: StopProgress) -> str:
 
 
 def second_line(progress: StopProgress, left_s: float) -> str:
-    """Makes the line that a second Ctrl-C prints.
+    """Makes the line that a second Ctrl-C prints: what the job waits for.
 
-    `left_s` is the time in seconds until the job is ended by force.
+    Args:
+        progress: the job's progress.
+        left_s: seconds until the job is ended by force.
     """
     return (
         f"stopping; waiting for {waits_for(progress)}. {_safe(progress)} The job is "
@@ -127,6 +135,12 @@ def _safe(progress: StopProgress) -> str:
 def end_line(status: str, step: int, stored: int, where: str) -> str:
     """Makes the line for the end of a job, with the steps that storage lacks.
 
+    Args:
+        status: how the job ended.
+        step: its last step; 0 if none was committed.
+        stored: the newest step in storage; 0 for none.
+        where: the storage directory.
+
     >>> end_line("done", 100, 100, "run/checkpoints")
     'done at step 100, which is in run/checkpoints'
     >>> end_line("done", 100, 1, "run/checkpoints")
@@ -139,6 +153,8 @@ def end_line(status: str, step: int, stored: int, where: str) -> str:
 
 def left_line(host: str, job: str, committed: int, stored: int) -> str:
     """Makes the line for a host that leaves a job before the job's end.
+
+    `committed` is the newest commit, `stored` the newest step in storage.
 
     >>> left_line("a", "j", committed=9, stored=9)
     'a left job j before its end; storage has step 9'
@@ -154,7 +170,9 @@ def left_line(host: str, job: str, committed: int, stored: int) -> str:
 
 
 def lost_steps(newest: int, stored: int) -> str:
-    """Describes the finished steps that storage lacks; "" for none.
+    """Describes the steps up to `newest` that storage lacks; "" for none.
+
+    `stored` is the newest step in storage.
 
     >>> lost_steps(100, 1), lost_steps(5, 4), lost_steps(4, 4)
     ('steps 2 to 100 are lost', 'step 5 is lost', '')

@@ -119,7 +119,8 @@ class Agent:
         )
         self._service = edges.service()
         self._served: tuple[int, ...] = (0, 0)
-        """Ballot (term, number) of the last order to serve a world."""
+        """(term, number) of the round of the last order about the coordination
+        service."""
         self._departs = 0
         """Number of calls of `depart`."""
         self._leaves_by: float | None = None
@@ -289,7 +290,8 @@ class Agent:
             self._follower.retire()
 
     def _lapsed(self) -> None:
-        """Handles a lapsed lease: sends this host's new record to the leader."""
+        """Sends this host's new record to the leader, because its store lease has
+        expired."""
         self._tell_record()
 
     def _tell_record(self) -> None:
@@ -314,7 +316,10 @@ class Agent:
 
     def _store_changed(self, up: bool) -> None:
         self._store_up = up
-        logger.warning("the store %s", "answers again" if up else "does not answer")
+        logger.warning(
+            "the store %s",
+            "answers again" if up else "does not answer; training goes on without it",
+        )
 
     # ------------------------------------------------------------ who leads
 
@@ -401,6 +406,8 @@ class Agent:
     def _newest_leader(self) -> tuple[int, HostRecord] | None:
         """Returns (term, record) of the newest known leader; None if there is none.
 
+        The term is the number of the leader's time in office.
+
         A leader that another host has named counts only while the store does not
         answer, and only if its term is later than that of the leader in the store.
         """
@@ -462,9 +469,9 @@ class Agent:
     def _leader_moved(self, term: int, record: HostRecord) -> None:
         """Follows a leader that another host names; ends this host's own leadership.
 
-        Does nothing while the store answers. Also does nothing if `term` is not later
-        than the term of this host's last view of the store, or is earlier than the term
-        of a leader that a host has named before.
+        Does nothing while the store answers. Also does nothing if `term`, the number of
+        the leader's term, is not later than the term of this host's last view of the
+        store, or is earlier than the term of a leader that a host has named before.
         """
         if self._store_up or term <= self._membership.view.term:
             return  # the store's view is as new or newer
@@ -494,7 +501,10 @@ class Agent:
     # ------------------------------------------------------ towards the leader
 
     def _report(self, op: str, **fields: Any) -> None:
-        """Sends a report of this host to the leader, which may be this host."""
+        """Sends a report of this host, of the kind `op`, to the leader.
+
+        The leader may be this host. Without a link to the leader the report is dropped.
+        """
         message = {"op": op, **fields}
         if self._leadership.leader is not None:
             self._loop.post(self._host_reports, self._config.host, message)
@@ -510,7 +520,7 @@ class Agent:
         self._obey({"op": message["op"], **order_fields(message)})
 
     def _order(self, host: str, op: str, **fields: Any) -> None:
-        """Sends an order to a host, which may be this one."""
+        """Sends a leader's order of the kind `op` to a host, which may be this one."""
         message = {"op": op, **fields}
         if host == self._config.host:
             self._loop.post(self._obey, message)
@@ -536,11 +546,17 @@ class Agent:
             self._follower.obey(message)
 
     def _serve(self, ballot: tuple[int, int], server: str, size: int) -> None:
-        """Starts JAX's coordination service on this host for a new world.
+        """Starts JAX's coordination service on this host, or ends a former one.
 
-        First ends the service of a former world. If `server` names another host, only
-        ends the former service. Ignores an order whose round (`ballot`) is earlier than
-        that of the last order. `size` is the number of processes of the world.
+        Trainers connect to the service; together they form a new world, which replaces
+        the former one. Ignores an order of an earlier round than that of the last
+        order.
+
+        Args:
+            ballot: (term, number) of the round, an attempt to form the job.
+            server: name of the host that runs the new service; if it is another host,
+                only the former service is ended here.
+            size: number of processes of the world.
         """
         if tuple(ballot) < self._served:
             return
@@ -557,7 +573,7 @@ class Agent:
         )
 
     def _emit(self, kind: str, *values: Any) -> None:
-        """Posts an event of this host to the event loop, from any thread."""
+        """Posts an event of this host to the loop; may be called from any thread."""
         self._loop.post(self._happened, kind, *values)
 
     def _happened(self, kind: str, *values: Any) -> None:
@@ -630,7 +646,7 @@ def campaign_delay_s(
     * one lease if this host leaves the job.
 
     Args:
-        view: the view of the store.
+        view: the job's records in the store.
         me: this host's record.
         lease_s: duration of a lease in seconds.
         hears: whether the link to the last leader is open and not silent.
@@ -660,13 +676,13 @@ def campaign_delay_s(
 
 
 def unlisted(view: View, seen: Mapping[str, HostRecord]) -> list[HostRecord]:
-    """Returns the records of agents with a slot that the store does not list any more.
+    """Returns the records of hosts with a slot that the store does not list any more.
 
-    These agents have ended, or are cut off from the store.
+    Their agents have ended, or are cut off from the store.
 
     Args:
-        view: the view of the store.
-        seen: host to the record that the store listed last.
+        view: the job's records in the store.
+        seen: maps each host to the last record that the store listed.
     """
     if view.assignment is None:
         return []

@@ -4,8 +4,8 @@
 one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S IS_OPEN``. With IS_OPEN 1,
 processes can join at any time. The process prints one line when it serves. Each further
 line has the indices of processes that are to count as lost. The process ends when stdin
-closes, that is, with its agent. Each world gets a new process. Only this module of
-`dtft.elastic` imports JAX.
+closes, that is, with its agent. Each world (set of JAX processes that connect to one
+service) gets a new process. Only this module of `dtft.elastic` imports JAX.
 """
 
 import os

@@ -1,7 +1,8 @@
 """Starts and ends the JAX coordination service beside the agent of the first slot.
 
-Each world gets one process on a fresh port. A callback reports when the service is
-ready, so the event loop never waits for a process.
+Each world (set of JAX processes that connect to one service) gets one process on a
+fresh port. A callback reports when the service is ready, so the event loop never waits
+for a process.
 """
 
 import contextlib
@@ -50,8 +51,9 @@ class CoordinationService:
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Makes the standby process serve one world's trainers; ends the former
-        service.
+        """Makes the standby process serve a new world of trainers.
+
+        First ends the former service.
 
         Args:
             num_processes: number of JAX processes that the world has room for.
@@ -103,8 +105,10 @@ class CoordinationService:
             process.stdin.flush()
 
     def _take(self) -> subprocess.Popen:
-        """Takes the standby process and starts a new standby; a standby that has ended
-        is replaced first."""
+        """Takes the standby process and starts a new standby.
+
+        If the standby has ended, takes another process, which is started first.
+        """
         if self._waiting.poll() is not None:
             self._kill(self._waiting)
             self._waiting = self._spawn()

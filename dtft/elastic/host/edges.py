@@ -53,7 +53,10 @@ class HostServer(Protocol):
 
 
 class Service(Protocol):
-    """JAX's coordination service for one world's trainers."""
+    """JAX's coordination service, to which the trainers of one world connect.
+
+    A world is a set of JAX processes that run collectives together.
+    """
 
     def start(
         self,
@@ -69,7 +72,8 @@ class Service(Protocol):
         ...
 
     def give_up(self, places: Sequence[int]) -> None:
-        """Makes the service treat the processes with these indices as lost."""
+        """Makes the service treat the processes with these indices in the world as
+        lost."""
         ...
 
     def end(self) -> None:
@@ -83,8 +87,11 @@ class Service(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """Handlers of users' requests at a host's port: to export a step to storage, to
-    change the number of replicas, and to let a host leave the job."""
+    """Handlers of users' requests at a host's port.
+
+    A user may ask to export a step to storage, to change the number of replicas, or to
+    let a host leave the job. Each handler gets the function that sends the answer.
+    """
 
     export: Callable[[Answer], None]
     scale: Callable[[int, Answer], None]
@@ -102,8 +109,8 @@ class Edges:
     mirrors: MirrorSource
     network: Network
     follower: Callable[[Callable[..., None], Callable[..., None]], Follower]
-    """Makes the `Follower` from two functions: `emit` posts an event of this host to
-    the loop, and `report` sends a report to the leader."""
+    """Makes the `Follower`, which carries out orders, from two functions: `emit` posts
+    an event of this host to the loop, and `report` sends a report to the leader."""
     listen: Callable[[Inbox, Accept, Asked], HostServer]
     """Opens this host's port; raises ValueError if it cannot be opened."""
     journal: Callable[[], Journal]

@@ -1,8 +1,8 @@
 """One host's part in exports to storage.
 
-Pins a committed step, passes the step to this host's exporter process and then unpins
-the step. Storage may be slow or broken, but exports must not delay training, so every
-failure is only reported.
+Pins a committed step (keeps its buffers in memory), passes the step to this host's
+exporter process and then unpins the step. Storage may be slow or broken, but exports
+must not delay training, so every failure is only reported.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def save_fields(
     """Returns the fields of the message that makes an exporter save a step.
 
     Args:
-        step: the step.
+        step: number of the step.
         memory: path of the arena.
         buffers: one byte for each chunk of the slot's own slices: the number of the
             arena buffer that has the chunk.
@@ -64,8 +64,11 @@ def save_fields(
 
 
 class HostExports:
-    """This host's part in exports: pins a step, passes the step to the exporter
-    process, and unpins the step."""
+    """This host's part in exports of steps from memory to storage.
+
+    Pins a step (keeps its buffers in memory), passes the step to the exporter process,
+    and unpins the step.
+    """
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class HostExports:
         self._lent: tuple[ReplicaStore, int] | None = None
 
     def begin(self, holder: ReplicaStore | None, order: dict[str, Any]) -> None:
-        """Pins a committed step of `holder` and starts the export of a leader's order.
+        """Pins a step in `holder`, this host's copies, and starts the ordered export.
 
         If `holder` is None, only calls `exported` with an error. Otherwise first gives
         up an export that still runs: the leader orders one export at a time, so that
@@ -113,8 +116,10 @@ class HostExports:
     def _save(
         self, exporter: ExporterProcess, holder: ReplicaStore, order: dict[str, Any]
     ) -> None:
-        """Sends a pinned step to the exporter; first fetches the slices that this host
-        did not copy."""
+        """Makes the exporter write a pinned step.
+
+        First fetches the slices of the slot that this host did not copy.
+        """
         step = order["step"]
         self._board.set("exporting", step)
         items = {**holder.items(step), "config": holder.layout.config}
@@ -181,11 +186,11 @@ class HostExports:
             self.close()
 
     def lend(self, holder: ReplicaStore | None, step: int) -> None:
-        """Pins a committed step for peers to fetch; ends the previous call's pin.
+        """Keeps a committed step in memory, so that peers can fetch it.
 
-        If `step` is -1, only ends the pin. If the holder has dropped the step, pins
-        nothing, and peers that fetch the step get an error. Does nothing if `holder` is
-        None.
+        First frees the step of the previous call; if `step` is -1, does nothing more.
+        If `holder` (this host's copies) has dropped the step, keeps nothing, and peers
+        that fetch the step get an error. Does nothing if `holder` is None.
         """
         if holder is None:
             return
@@ -211,7 +216,7 @@ class HostExports:
             self._let_go(step)
 
     def stand_down(self) -> None:
-        """Ends the exporter, and unpins the step kept for peers."""
+        """Ends the exporter, and frees the step that `lend` keeps for peers."""
         self.close()
         if self._lent is not None:
             self.lend(self._lent[0], -1)

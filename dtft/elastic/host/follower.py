@@ -1,5 +1,4 @@
-"""One host's duties in a job: carries out the leader's orders and reports to the
-leader.
+"""One host's duties in a job: carries out the leader's orders and reports.
 
 Starts and ends the trainer, keeps the copies, replicates, restores and exports. A
 user's process (`SeatPolicy.attached`) decides itself when to save and restore: it
@@ -90,7 +89,7 @@ class HostParts:
     resharding: Resharding | None
     """Reshards steps for the user's process; None if the agent starts the trainer."""
     restore: Callable[[dict[str, Any]], dict[str, Any]]
-    """Restores the step in a leader's order; returns the outcome after the restore. See
+    """Restores the slot's slices as a leader's order says, and returns the outcome: see
     `restore_copies`."""
     probe: Callable[[str, Callable[[PortState], None]], None]
     """Tries to connect to another host's port; see `Network.probe`."""
@@ -160,7 +159,7 @@ class Follower:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt) of the formation in which this host has a slot.
+        """(generation, attempt) of the assignment that gave this host its slot.
 
         (0, 0) without a slot.
         """
@@ -170,7 +169,8 @@ class Follower:
     def ballot(self) -> tuple[int, int]:
         """(term, number) of the newest round that this host knows.
 
-        A round is an attempt to form the job.
+        A round is an attempt to form the job: to assign slots and start trainers.
+        `term` is the leader's term; `number` counts the leader's rounds.
         """
         return self._ballot
 
@@ -204,7 +204,10 @@ class Follower:
             self._trainers.ensure_standby()
         except OSError as error:
             self._warm_at = self._loop.now() + WARM_S
-            logger.warning("no standby trainer can be started: %s", error)
+            logger.warning(
+                "no standby trainer can be started (%s): trying again after %.0f s",
+                *(error, WARM_S),
+            )
 
     @property
     def attachment(self) -> tuple[int, int]:
@@ -263,7 +266,11 @@ class Follower:
                 self.pass_on(op, **fields)
 
     def happened(self, kind: str, *values: Any) -> None:
-        """Passes an event of this host to the method for its kind."""
+        """Passes an event of this host, with its values, to the method for its kind.
+
+        Raises:
+            ValueError: there is no such kind.
+        """
         match kind:
             case "trainer":
                 self.trainer_says(*values)
@@ -285,8 +292,11 @@ class Follower:
                 raise ValueError(f"kind={kind!r}: nothing of that kind happens here")
 
     def committing(self, step: int) -> None:
-        """Writes `step` to the progress board: the step that this host, as the leader,
-        is committing; 0 for none."""
+        """Shows which step this host, as the leader, is committing; 0 for none.
+
+        Writes the step to the progress board, which other processes on the machine
+        read.
+        """
         self._board.set("committing", step)
 
     def expect(self, layout: str, domains: list[str]) -> None:
@@ -307,7 +317,7 @@ class Follower:
     def prefetch(
         self, layout: str, slot: int, address: str, epoch: Sequence[int]
     ) -> None:
-        """Starts to prefetch the slices of a slot that no step changes.
+        """Starts to fetch ahead the slices of a slot that training steps do not change.
 
         For the arguments see `Prefetcher.start`. Ignores the order if this host has a
         slot.
@@ -337,17 +347,18 @@ class Follower:
         """Stops training here; reports held copies and unreachable hosts.
 
         Args:
-            ballot: (term, number) of the round in which a new formation is agreed on.
-                An order of an earlier round is ignored.
-            reason: why training stops, for the user's process.
+            ballot: (term, number) of the round, a new attempt to form the job. An order
+                of an earlier round is ignored.
+            reason: why training stops; sent to the user's process.
             fatal: whether the same processes would fail again; a waiting trainer is
                 then ended too.
             read: whether copies are read and checked for the report.
             epoch: (generation, attempt) of the newest assignment that the leader knows.
             step: step of the newest commit that the leader knows, -1 for none.
             reach: host name to address of the hosts to try to connect to.
-            keep: number of the world whose trainers give up their slots and keep their
-                processes; 0 for none. A trainer of another world is killed.
+            keep: number of the world (set of connected JAX processes) whose trainers
+                give up their slots and keep their processes; 0 for none. A trainer of
+                another world is killed.
         """
         if ballot < self._ballot:
             return
@@ -394,10 +405,12 @@ class Follower:
         try_all(self._parts.probe, reach or {}, tried)
 
     def left_slot(self, number: int, code: int | None) -> None:
-        """Continues the round once the trainer has given up its slot, or has ended.
+        """Continues a `reform` order after the trainer has given up its slot or ended.
 
-        Ignores the event if `number` is not that of the last order to give up a slot.
-        `code` is the return code of a trainer that has ended by itself, else None.
+        Args:
+            number: identifies the order to give up the slot; the event is ignored if it
+                is not the last such order.
+            code: return code of a trainer that has ended by itself, else None.
         """
         if self._left is not None and self._left[0] == number:
             _, then = self._left
@@ -405,10 +418,15 @@ class Follower:
             then(code)
 
     def join(self, ballot: tuple[int, int], world: Mapping[str, Any]) -> None:
-        """Makes this spare host's trainer join the world of JAX processes.
+        """Makes this spare host's trainer join a world, without a slot.
 
-        An order of an earlier round is ignored, and so is an order to a host with a
-        slot.
+        A world is a set of connected JAX processes. Ignores the order if this host has
+        a slot, or if the order is of an earlier round (attempt to form the job) than
+        this host knows.
+
+        Args:
+            ballot: (term, number) of the round.
+            world: see `train.world.World.join`.
         """
         if ballot < self._ballot or self._task is not None:
             return
@@ -420,7 +438,12 @@ class Follower:
             self._unfit(f"a trainer cannot be started: {error}")
 
     def reach(self, ballot: tuple[int, int], reach: Mapping[str, str]) -> None:
-        """Reports which hosts of `reach` (name to address) this host cannot reach."""
+        """Tries to connect to hosts, and reports to the leader which it cannot reach.
+
+        Args:
+            ballot: (term, number) of the round, for the report.
+            reach: maps the name of each host to its address.
+        """
         told = functools.partial(self._report, "reached", ballot=ballot)
         try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
 
@@ -433,7 +456,10 @@ class Follower:
         error = outcome.exception()
         if error is None:
             return outcome.result()
-        logger.error("this host's copies cannot be listed", exc_info=error)
+        logger.error(
+            "this host's copies cannot be listed; the leader is told that it has none",
+            exc_info=error,
+        )
         lost = f"{self._config.host}: all copies: {error}"
         return {"layouts": [], "holdings": {}, "items": {}, "corrupt": [lost]}
 
@@ -454,27 +480,29 @@ class Follower:
         formations: list[list[int]],
         items: Mapping[str, Any],
     ) -> None:
-        """Makes the trainer in a world compile ahead for formations that may follow.
+        """Makes the trainer compile steps ahead, for assignments that may follow.
 
-        An order of another round is ignored.
+        Does nothing if the order is of another round than the newest one, or if the
+        trainer is not in this world.
 
         Args:
-            ballot: the current round.
-            world: number of the world.
-            turn: number of the next formation in the world.
-            formations: for each formation, the index in the world of the process of
-                each slot.
-            items: checkpoint items that record the trainers' plan.
+            ballot: (term, number) of the round, an attempt to form the job.
+            world: number of the world, the set of connected JAX processes.
+            turn: number of the next assignment in this world.
+            formations: for each assignment that may follow, the index in the world of
+                the process of each slot.
+            items: JSON items of the checkpoint that record the trainers' plan.
         """
         if ballot == self._ballot:
             fields = {"turn": turn, "formations": formations, "items": items}
             self._trainers.rehearse(world, fields)
 
     def share(self, ballot: tuple[int, int], keys: Mapping[str, str]) -> None:
-        """Passes keys of another host's coordination service to this host's trainer.
+        """Passes another host's entries of the JAX coordination service to the trainer.
 
-        The trainer writes the keys into its own coordination service. Ignores an order
-        of another round.
+        This host's trainer writes the entries (`keys`: name to value) into its own
+        coordination service. Ignores an order of another round than `ballot`, the
+        newest one.
         """
         if ballot == self._ballot:
             self._trainers.share(keys)
@@ -486,12 +514,13 @@ class Follower:
         keep: int = 0,
         left: Callable[[int | None], None] = lambda code: None,
     ) -> int | None:
-        """Gives up this host's slot: ends pushers, trainer, resharding and exports.
+        """Gives up this host's slot: ends its trainer, pushes and exports.
 
         Args:
-            reason: why, for the user's process.
+            reason: why; sent to the user's process.
             fatal: whether a waiting trainer is ended too, also without a slot.
-            keep: number of the world whose trainer keeps its process; 0 for none.
+            keep: number of the world (set of connected JAX processes) whose trainer
+                keeps its process; 0 for none.
             left: called once the kept trainer has given up its slot, or has ended; see
                 `left_slot`.
 
@@ -523,7 +552,8 @@ class Follower:
 
         If the trainer has not given up its slot after `LEAVE_S` seconds, it is killed;
         before that, it writes its stacks to its log. `left` is called when the slot is
-        given up, see `_stand_down`.
+        given up, see `_stand_down`. `world` is the number of the world (set of
+        connected JAX processes) in which the trainer must be.
 
         Returns:
             False if the order was not sent, see `Trainers.leave`.
@@ -539,7 +569,11 @@ class Follower:
     def _dump_if_leaving(self, number: int) -> None:
         pid = self._trainers.leaving_pid(number)
         if pid:
-            logger.warning("the trainer (pid %d) has not given up its slot yet", pid)
+            logger.warning(
+                "the trainer (pid %d) has not given up its slot yet: it writes its "
+                "stacks to its log, and is killed in %.1f s",
+                *(pid, STACKS_S),
+            )
             self._dump_stacks(pid)
 
     def _dump_stacks(self, pid: int) -> None:
@@ -550,7 +584,8 @@ class Follower:
         )
 
     def _tell(self, op: str, **fields: Any) -> None:
-        """Sends a report to the leader, with the `ballot` of the newest known round."""
+        """Sends a report to the leader, with the newest round (`ballot`) that this host
+        knows."""
         self._report(op, ballot=self._ballot, **fields)
 
     def retire(self) -> None:
@@ -563,10 +598,11 @@ class Follower:
         self.warm()
 
     def prepare(self, order: dict[str, Any]) -> None:
-        """Takes the slot in a `prepare` order: starts the trainer, and restores the
-        slot's slices on a thread if the order restores from memory.
+        """Takes the slot in a `prepare` order and starts the trainer.
 
-        An order of an earlier round is ignored.
+        If the order restores from memory, also restores the slot's slices, on a thread.
+        Ignores an order of an earlier round (attempt to form the job) than this host
+        knows.
         """
         if tuple(order["ballot"]) < self._ballot:
             return
@@ -640,8 +676,11 @@ class Follower:
         self._tell("unfit", why=why, **told)
 
     def _hand_over(self, task: SlotTask) -> None:
-        """Sends the trainer the state's location in the arena, once the trainer's
-        layout is accepted and the restore has succeeded."""
+        """Sends the trainer the state's location in memory, once it may load the state.
+
+        Does nothing before the trainer's layout is accepted and the restore has
+        succeeded. The location is in the arena, a file in shared memory.
+        """
         order = task.order
         if task.announced and task.restored is not None:
             where = self._copies.located(order["step"], order["source"] == "memory")
@@ -665,7 +704,7 @@ class Follower:
             commit: JSON of the commit that the store has recorded or will record; "" to
                 remember none. The JSON leaves out the commit's holders, because they
                 are the hosts in this host's `prepare` order.
-            told: further fields, passed on to the trainer.
+            told: further fields of the order, passed on to the trainer.
         """
         if commit:
             self._keep(known_commit(commit))
@@ -690,11 +729,11 @@ class Follower:
         self.warm()
 
     def _keep(self, commit: Commit) -> None:
-        """Remembers a commit if its epoch is that of the last `prepare` order. The
-        hosts in the order become the commit's holders.
+        """Remembers a commit if it is of the assignment in the last `prepare` order.
 
-        Replaces an earlier entry for the same step: a commit that the store could not
-        record at first is released a second time once it is recorded.
+        The hosts in the order become the commit's holders. Replaces an earlier entry
+        for the same step: a commit that the store could not record at first is released
+        a second time once it is recorded.
         """
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
@@ -704,8 +743,15 @@ class Follower:
             self._commits = known[:KEPT_COMMITS]
 
     def replicate(self, ballot: tuple[int, int], step: int, targets: list[int]) -> None:
-        """Sends this host's slices of a restored step to the slots `targets`, whose
-        hosts lack the slices. Ignores an order of another round.
+        """Sends this host's slices of a restored step to hosts that lack them.
+
+        Ignores an order of another round than the newest one, and an order to a host
+        without a slot.
+
+        Args:
+            ballot: (term, number) of the round, an attempt to form the job.
+            step: the restored step.
+            targets: the slots of the hosts that lack the slices.
         """
         task = self._task
         if task is None or ballot != self._ballot:
@@ -714,7 +760,7 @@ class Follower:
         task.push(step, targets)
 
     def pass_on(self, op: str, **fields: Any) -> None:
-        """Passes a message of the leader to the trainer.
+        """Passes a leader's message of the kind `op` to the trainer.
 
         An `assemble` order starts resharding instead: this host assembles the slices
         that the user's process has requested. An `assemble` order with an `error` is
@@ -740,7 +786,7 @@ class Follower:
     # --------------------------------------------------------------- the trainer
 
     def _handlers_of_messages(self) -> dict[str, Handler]:
-        """Maps the op of a trainer's message to its handler."""
+        """Maps each kind (`op`) of message from a trainer to its handler."""
         handlers: dict[str, Handler] = {
             "layout": self._on_layout,
             "stage": self._on_stage,
@@ -761,7 +807,7 @@ class Follower:
         return handlers
 
     def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
-        """Handles a message of the formation's trainer; ignores other trainers.
+        """Handles a message of the trainer with this ident, if it has this host's slot.
 
         A message with an unknown `op` is ignored, and so is a message while this host
         has no slot. A trainer that sends an invalid message is given up
@@ -785,14 +831,17 @@ class Follower:
         sent the reason (`Trainers.let_go`). The leader is told at once that the trainer
         has gone. `fault` says what is wrong with the message.
         """
-        logger.error("the trainer sent an invalid message: %s", fault)
+        logger.error(
+            "this host lets go of its trainer, which sent an invalid message: %s", fault
+        )
         self._trainers.let_go(f"it sent an invalid message: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
 
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
-        """Passes a trainer's message to the leader; ends this host's recovery.
+        """Passes a trainer's message to the leader as a report of the kind `op`.
 
-        The end of the recovery is written to the progress board.
+        The message shows that the recovery on this host is over. This is written to the
+        progress board, which other processes read.
         """
         self._board.set("recovering", 0)
         self._tell(op, slot=task.slot, **message)
@@ -800,8 +849,11 @@ class Follower:
     def _ask_leader(
         self, op: str, names: Iterable[str], task: SlotTask, message: Message
     ) -> None:
-        """Reports a request of the user's process to the leader. The report is named
-        `op`, and has those fields of the message that `names` lists."""
+        """Reports a request of the user's process to the leader.
+
+        The report's kind is `op`, and it has those fields of the message that `names`
+        lists.
+        """
         told = {name: message[name] for name in names}
         self._tell(op, slot=task.slot, **told)
 
@@ -852,7 +904,14 @@ class Follower:
         is_new: bool,
         outcome: "Future[None]",
     ) -> None:
-        """Accepts the layout if its memory was allocated; otherwise reports `unfit`."""
+        """Accepts a layout if its memory was allocated; otherwise reports `unfit`.
+
+        Args:
+            task: the task of the slot for which memory was allocated.
+            layout: the trainer's layout.
+            is_new: whether the layout is not that of the restored commit.
+            outcome: whether the allocation succeeded.
+        """
         error = outcome.exception()
         if error is not None:  # also for a former formation: slots need equal memory
             self._unfit(_why(error), layout=layout.to_json())
@@ -874,7 +933,7 @@ class Follower:
             self._accept(task, task.layout)
 
     def _accept(self, task: SlotTask, layout: Layout) -> None:
-        """Reports an accepted layout to the leader and starts the pushers to peers.
+        """Reports an accepted layout to the leader, and starts to send slices to peers.
 
         Also sends the trainer the state's location, if the restore has succeeded.
         """
@@ -897,10 +956,11 @@ class Follower:
     def _room(
         self, task: SlotTask, holder: ReplicaStore, step: int
     ) -> dict[str, Any] | None:
-        """Takes buffers for a step that the trainer will write; returns the answer to
-        the trainer.
+        """Takes free buffers of the arena for a step that the trainer will write.
 
-        None if no buffer is free, which is reported to the leader.
+        Returns:
+            The answer to the trainer. None if no buffer is free, which is reported to
+            the leader.
         """
         task.wanted = None
         try:
@@ -924,14 +984,14 @@ class Follower:
         self._tell("staged", slot=task.slot, **told)
 
     def held(self, epoch: tuple[int, int], step: int, source: int, root: str) -> None:
-        """Reports to the leader that a peer's push arrived here and was verified.
+        """Reports to the leader that a peer's slices arrived here and were verified.
 
         Args:
-            epoch: epoch of the push. A push of another epoch than this host's is not
-                reported.
-            step: the step.
+            epoch: (generation, attempt) of the assignment under which the peer sent
+                them. If it is not this host's, nothing is reported.
+            step: the step of the slices.
             source: slot of the peer.
-            root: one digest over all slices of the push.
+            root: one digest over all these slices.
         """
         task = self._task
         if task is not None and epoch == task.epoch:
@@ -958,8 +1018,11 @@ class Follower:
             self._tell("progress", slot=task.slot, **asdict(progress))
 
     def trainer_exited(self, ident: int, code: int) -> None:
-        """Reports the exit of the formation's trainer to the leader; ignores other
-        trainers."""
+        """Reports to the leader that the trainer of this host's slot has ended.
+
+        `ident` identifies the ended trainer; other trainers are ignored. `code` is that
+        of the event "trainer_exit" (see `Trainers`).
+        """
         if self._trainers.exited(ident):
             self._tell_exit(code, self._ballot)
 
@@ -978,7 +1041,8 @@ class Follower:
         self._exports.begin(holder, {**order, "epoch": self.epoch})
 
     def lend(self, step: int) -> None:
-        """Pins a step from which exporting peers fetch slices; -1 ends the pin."""
+        """Keeps a step in memory, so that exporting peers can fetch slices of it; -1
+        frees it."""
         self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
@@ -1063,7 +1127,7 @@ def _epoch_of(order: Message) -> tuple[int, int]:
 
 
 def _age(commit: Commit) -> tuple[int, int, int]:
-    """Returns a key that is larger for a newer commit."""
+    """Returns a sort key, which is larger for a newer commit."""
     return commit.generation, commit.attempt, commit.step
 
 
@@ -1074,17 +1138,25 @@ def _why(error: BaseException) -> str:
     """
     if isinstance(error, OSError):
         return str(error)
-    logger.error("memory for a slot could not be allocated", exc_info=error)
+    logger.error(
+        "memory for a slot could not be allocated, so this host can have none",
+        exc_info=error,
+    )
     return f"{type(error).__name__}: {error}"
 
 
 def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
-    """Returns the outcome of a restore that has ended; makes an outcome with `error`
-    from an unexpected exception."""
+    """Returns the outcome of a restore that has ended.
+
+    From an unexpected exception it makes an outcome with the field `error`.
+    """
     error = future.exception()
     if error is None:
         return future.result()
-    logger.error("the restore failed", exc_info=error)
+    logger.error(
+        "the restore on this host failed unexpectedly; the leader is told",
+        exc_info=error,
+    )
     return {"error": f"{type(error).__name__}: {error}", "corrupt": []}
 
 

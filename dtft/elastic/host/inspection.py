@@ -32,7 +32,8 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
 
     Raises:
         WireError: the rate is not an integer of 0 or more.
-        ConnectionAbortedError: the newest formation's memory was freed meanwhile.
+        ConnectionAbortedError: the memory of this host's newest copies was freed
+            meanwhile.
     """
     request = _asked(channel)
     holder = inbox.holder()
@@ -60,7 +61,7 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """Returns the fields of the reply if copies are not read.
+    """Returns the fields of the reply to a request that does not have copies read.
 
     `held` has the recorded digests by step and slice key. A slice that is known to be
     corrupt is in `corrupt` instead.
@@ -82,12 +83,12 @@ def _verified(
     """Reads and verifies all copies of this host; returns fields of the reply.
 
     `held` (digests by step and slice key) and `unread` (steps dropped meanwhile) are
-    those of `holder`, the copies of the newest formation. `corrupt` and the totals also
-    include the copies of former formations (`former`), except copies whose memory was
-    freed meanwhile.
+    those of `holder`, the copies for the newest assignment of slots. `corrupt` and the
+    totals also include those for former assignments (`former`), except copies whose
+    memory was freed meanwhile.
 
     Raises:
-        ConnectionAbortedError: the newest formation's memory was freed meanwhile.
+        ConnectionAbortedError: the memory of `holder` was freed meanwhile.
     """
     stores = [*([holder] if holder else []), *former]
     lower_priority()

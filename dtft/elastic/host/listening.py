@@ -37,7 +37,7 @@ def listen(
     Args:
         config: settings of this host's agent.
         credentials: the job's credentials.
-        inbox: the host's state, for pushes and fetches.
+        inbox: this host's state, which answers to pushes and fetches are made from.
         loop: the agent's event loop.
         accept: accepts a control connection; called on the loop.
         asked: handlers of users' requests; called on the loop.

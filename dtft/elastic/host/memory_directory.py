@@ -152,8 +152,10 @@ def _put_in_place(fresh: Path, directory: Path) -> None:
 
 
 def _other_user(path: Path) -> int | None:
-    """Returns the id of the path's owner if the owner is another user; otherwise None.
-    Also returns None if this user is root, and for a path that does not exist."""
+    """Returns the user id of the path's owner if that is another user, else None.
+
+    Also returns None if this user is root, and for a path that does not exist.
+    """
     try:
         owner = path.lstat().st_uid
     except FileNotFoundError:
@@ -237,8 +239,10 @@ def _ours(arena_directory: Path) -> Iterator[Path]:
 
 
 def _remove_dead(path: Path) -> int | None:
-    """Removes a dead agent's directory; returns the number of bytes freed. Returns None
-    if the agent may be alive, or if another process removed or replaced the directory.
+    """Removes a dead agent's directory; returns the number of bytes freed.
+
+    Returns None if the agent may be alive, or if another process removed or replaced
+    the directory.
     """
     try:
         lock = os.open(path / OWNER, os.O_RDWR | os.O_NOFOLLOW)
@@ -258,8 +262,10 @@ def _remove_dead(path: Path) -> int | None:
 
 
 def _remove_unfinished(path: Path) -> int | None:
-    """Removes a directory whose creation or removal was interrupted; returns the number
-    of bytes freed. Returns None if the creation or removal may still go on."""
+    """Removes a directory whose creation or removal was interrupted.
+
+    Returns the number of bytes freed; None if the creation or removal may still go on.
+    """
     if not _old(path):
         return None  # perhaps not locked yet, or being removed now
     if path.name.startswith(_FRESH) and (path / OWNER).exists():
@@ -268,8 +274,10 @@ def _remove_unfinished(path: Path) -> int | None:
 
 
 def _remove(path: Path) -> int:
-    """Renames a directory in one atomic step, then removes it. Returns the number of
-    bytes freed; 0 if the directory does not exist any more."""
+    """Removes a directory, which is first renamed in one atomic step.
+
+    Returns the number of bytes freed; 0 if the directory does not exist any more.
+    """
     away = path
     if not path.name.startswith(_SWEPT):
         away = path.with_name(f"{_SWEPT}{secrets.token_hex(8)}")

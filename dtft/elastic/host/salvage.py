@@ -70,16 +70,18 @@ class NotSalvaged(RuntimeError):
 
 
 def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
-    """Writes a host's address, and whether it uses TLS, to its memory directory."""
+    """Writes a host's address, and whether it uses TLS, to a file in
+    `memory_directory`."""
     text = json.dumps({"address": address, "tls": tls})
     (memory_directory / ADDRESS).write_text(text)
 
 
 def serve_salvage(channel: Channel, inbox: Inbox) -> None:
-    """Answers one salvage request: sends layouts, items and digests of all copies here.
+    """Answers one salvage request: sends what describes all copies on this host.
 
-    Sends the recorded digests, without reading the copies' bytes. Leaves out a step
-    that is dropped meanwhile.
+    For each layout these are its JSON, and by step the recorded digests of the slices
+    and the JSON items. The copies' bytes are not read. Leaves out a step that is
+    dropped meanwhile.
     """
     holder = inbox.holder()
     holders = [it for it in (holder, *inbox.former()) if it is not None]
@@ -109,17 +111,18 @@ def serve_salvage(channel: Channel, inbox: Inbox) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """The digests and items of one host's copies under one layout."""
+    """One host's copies under one layout: their digests, and the steps' JSON items."""
 
     host: str
     address: str
     epoch: tuple[int, int]
-    """(generation, attempt) of the host's slot; (0, 0) without a slot."""
+    """(generation, attempt) of the assignment that gave the host its slot; (0, 0)
+    without a slot."""
     layout: str
     """The layout as JSON."""
     chunk_bytes: int
     held: Mapping[int, Mapping[str, bytes]]
-    """Maps step to slice key to digest."""
+    """Maps each step, then the key of each slice, to the digest of the copy."""
     items: Mapping[int, Mapping[str, Any]]
 
 
@@ -131,7 +134,8 @@ class SalvagedStep:
     layout: Layout
     digests: Mapping[str, bytes]
     sources: Mapping[str, Holding]
-    """Maps slice key to the holding of a host whose copy matches `digests`."""
+    """Maps the key of each slice to a host's copies, of which that of the slice matches
+    `digests`."""
     items: Mapping[str, Any]
     chunk_bytes: int
 
@@ -143,8 +147,8 @@ def choose(
 
     Args:
         holdings: the copies on all hosts that answered.
-        roots: step to root digest (one digest over all slices), for each known
-            recorded commit.
+        roots: maps the step of each commit that is known to be recorded to its root
+            digest (one digest over all slices).
         above: the newest step in storage; only later steps are considered.
 
     Raises:
@@ -206,7 +210,7 @@ def _complete(
 
 
 def undivided(layout: Layout) -> Layout:
-    """Returns a layout with the same leaves, each as one whole slice, in one slot.
+    """Returns a layout of the same arrays, each as one whole slice, all in one slot.
 
     >>> from dtft.checkpoint.state.slices import Leaf
     >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
@@ -330,10 +334,16 @@ class Salvage:
     def _bring(
         self, choice: SalvagedStep, chunks: Chunks, arena: Arena, end: float
     ) -> list[bytes]:
-        """Fetches the slices of a step and assembles whole leaves in the arena.
+        """Fetches the slices of a step and assembles whole arrays in the arena.
+
+        Args:
+            choice: the step, and the host of each slice.
+            chunks: the place of each array in the arena.
+            arena: the shared memory to fill.
+            end: time (`time.monotonic`) at which fetches are given up.
 
         Returns:
-            The chunk digests of each leaf, in the order of `chunks.slices`.
+            The chunk digests of each array, in the order of `chunks.slices`.
 
         Raises:
             FetchFailed: a host has gone, lacks a slice, or sent corrupt bytes.
@@ -393,7 +403,14 @@ class Salvage:
 def _place(
     leaf: memoryview, shape: Sequence[int], piece: Slice, content: bytearray
 ) -> None:
-    """Copies a slice's bytes to the slice's place in its leaf."""
+    """Copies a slice's bytes to the slice's place in its array.
+
+    Args:
+        leaf: memory of the whole array.
+        shape: shape of the whole array.
+        piece: the slice.
+        content: the slice's bytes; may be empty.
+    """
     if not content:
         return
     dtype = np.dtype(piece.dtype)

@@ -58,8 +58,10 @@ class ServeConfig:
 def base_config(
     serve: ServeConfig, *, job: str, host: str, store: str, secret: bytes
 ) -> AgentConfig:
-    """Returns the settings of an agent that are known before a process has attached;
-    `with_terms` adds the others."""
+    """Returns the settings of an agent that are known before a process has attached.
+
+    `with_terms` adds the others.
+    """
     return AgentConfig(
         job=job,
         host=host,
@@ -78,8 +80,10 @@ def base_config(
 
 
 def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
-    """Returns an agent's settings, completed with the job's terms: number of processes,
-    storage, and bytes per chunk."""
+    """Returns an agent's settings, completed with the job's terms.
+
+    The terms are the number of processes, the storage, and the bytes per chunk.
+    """
     timeouts = dataclasses.replace(config.timeouts, export=terms.storage_timeout_s)
     return dataclasses.replace(
         config,
@@ -94,8 +98,10 @@ def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
 
 
 class ServingHost:
-    """One host that serves the user's processes: waits for the job's first process,
-    then runs an `Agent`."""
+    """One host that keeps copies for the user's processes.
+
+    Waits until a process has attached to any host of the job, then runs an `Agent`.
+    """
 
     def __init__(
         self, config: AgentConfig, store: Store, processes: int | None
@@ -136,7 +142,9 @@ class ServingHost:
 
     def _refuse_live_agent(self) -> None:
         """Raises JobMismatch if an agent with this host's name listens at its socket.
-        The store does not list an agent that still waits for the job's terms."""
+
+        The store does not list an agent that still waits for the job's terms.
+        """
         path = self._config.memory_directory / AGENT_SOCKET
         with contextlib.suppress(OSError):
             AgentLink.connect(path, 1.0).close()
@@ -181,8 +189,10 @@ class ServingHost:
             remove_memory_directory(config.memory_directory)
 
     def _check_domain(self) -> None:
-        """Raises JobMismatch if this host's failure domain does not fit those of other
-        hosts. Also sends the error to the user's process."""
+        """Raises JobMismatch if this host's failure domain does not fit the others'.
+
+        Also sends the error to the user's process.
+        """
         try:
             check_domain(self._store, self._config)
         except JobMismatch as error:

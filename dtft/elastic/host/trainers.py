@@ -3,11 +3,11 @@
 A trainer attaches over the agent's Unix socket. A trainer is either a process that this
 agent has started (`Command`), or a process of the user's. A user's process is accepted
 unless `Admission` objects or another of the user's processes is attached.
-`Trainers.let_go` kills an agent's process, and sends a user's process the reason.
-`Trainers.leave` makes an agent's process give up its slot and keeps the process. No
-method but `Trainers.close` waits for a trainer: outgoing messages wait in a queue, and
-a thread waits for each killed process. A process that still runs after SIGKILL is given
-up.
+`Trainers.let_go` kills a process that this agent started, and sends a user's process
+the reason. `Trainers.leave` makes a process that this agent started give up its slot,
+and keeps the process. No method but `Trainers.close` waits for a trainer: outgoing
+messages wait in a queue, and a thread waits for each killed process. A process that
+still runs after SIGKILL is given up.
 """
 
 import contextlib
@@ -96,9 +96,7 @@ def _nobody(message: Mapping[str, Any]) -> str | None:
 
 @dataclass(kw_only=True, eq=False)
 class AttachedTrainer:
-    """One trainer: a process that this agent started (`process`), or a user's
-    process.
-    """
+    """One trainer: started by this agent (`process`) or by the user."""
 
     ident: int
     """Wall-clock time in ns of the start or attachment; unique among trainers."""
@@ -112,20 +110,20 @@ class AttachedTrainer:
     orders: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     """Orders (op and fields) that are not sent yet, oldest first."""
     world: int = 0
-    """Number of the world that an agent's process has joined or is joining (see
-    `train.world`); 0 for none."""
+    """Number of the world (set of connected JAX processes) that an agent's process has
+    joined or is joining, see `train.world`; 0 for none."""
     place: int = 0
-    """Index of an agent's process in this world."""
+    """Index, in the world `world`, of an agent's process."""
     given: bool = False
-    """Whether a formation uses the trainer: an agent's process was assigned its slot,
-    or a user's process was sent the restorable step. The next formation cannot use this
-    trainer."""
+    """Whether the trainer is in use: an agent's process was assigned a slot, or a
+    user's process was sent the restorable step. While in use, it cannot be given
+    another slot."""
     left: bool = False
     """Whether the trainer has sent `left` (the process leaves the job)."""
     is_ending: bool = False
     """Whether the trainer has sent `ending`: an exception ends the trainer, which then
     waits to be killed and obeys no order. A trainer that has only sent `failed`, such
-    as after a broken collective, still obeys the order `leave`."""
+    as after a broken collective, still obeys the order to give up its slot."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, op: str, fields: Mapping[str, Any]) -> None:
@@ -139,21 +137,24 @@ class AttachedTrainer:
 
 
 class Trainers:
-    """The formation's trainer, a waiting trainer, and a member: at most one of each.
+    """The trainers of one host: an active, a waiting and a member; at most one of each.
 
-    A member is a process without a slot that is in the world of JAX processes: it has
-    given up its slot, or is a spare's. A waiting trainer is in no world.
+    The active trainer has the host's slot. It is also called the formation's trainer,
+    as each formation (assignment of hosts to slots) has one trainer for each slot.
+
+    A member has no slot but is in a world (set of connected JAX processes): it has
+    given up its slot, or its host is a spare. A waiting trainer is in no world.
 
     Emits these events once `bind` was called:
 
-    * ("trainer", ident, message): a trainer has sent a message.
+    * ("trainer", ident, message): the trainer with this ident has sent a message.
     * ("trainer_exit", ident, code): a trainer has ended. For a process that the agent
       started, `code` is the return code. For a user's process, `code` is 1 if the
       process had sent `left`, else 0.
     * ("attachment",): a user's process has attached or gone.
-    * ("left_slot", number, code): a trainer has carried out the order `leave` of this
-      number, or has ended before. `code` is its return code if it has ended by itself,
-      else None.
+    * ("left_slot", number, code): the trainer has given up its slot as ordered
+      (`leave`), or has ended before. `number` identifies the order. `code` is the
+      trainer's return code if it has ended by itself, else None.
     * ("joined", world): the member has joined a world.
     * ("rehearsed", fields): a trainer in a world has compiled ahead; `fields` are those
       of the report `rehearsed`.
@@ -221,27 +222,32 @@ class Trainers:
 
     @property
     def pid(self) -> int:
-        """Process id of the formation's trainer, 0 for none."""
+        """Process id of the trainer that has this host's slot; 0 for none."""
         trainer = self._trainer
         return trainer.pid if trainer is not None else 0
 
     @property
     def membership(self) -> tuple[int, int]:
-        """(number of the world, index) of the member; (0, 0) without a member."""
+        """The world in which the member is: (number of the world, index in the world).
+
+        A member is a trainer in a world of JAX processes, without a slot. (0, 0) if
+        there is none.
+        """
         with self._lock:
             found = self._member
             return (found.world, found.place) if found is not None else (0, 0)
 
     @property
     def attachment(self) -> tuple[int, int]:
-        """(index, ident) of the attached user's process; (-1, 0) for none."""
+        """(index in the job, ident) of the attached user's process; (-1, 0) for
+        none."""
         with self._lock:
             found = self._attached
             return (found.index, found.ident) if found else (ABSENT, 0)
 
     @property
     def waiting(self) -> int:
-        """Ident of a trainer that a formation can take; 0 for none."""
+        """Ident of a trainer that can be given a slot at once; 0 for none."""
         with self._lock:
             found = self._next
             return found.ident if found else 0
@@ -310,8 +316,10 @@ class Trainers:
     def _welcome(
         self, message: dict[str, Any], link: AgentLink
     ) -> AttachedTrainer | None:
-        """Accepts an attaching process and returns its trainer, or sends the process
-        the reason of refusal and returns None."""
+        """Accepts an attaching process and returns its trainer.
+
+        If the process is refused, sends it the reason and returns None.
+        """
         started = self._started(message["pid"])
         error = None if started else self._objection(message)
         with self._lock:
@@ -326,7 +334,14 @@ class Trainers:
     def _take(
         self, started: AttachedTrainer | None, message: dict[str, Any], link: AgentLink
     ) -> AttachedTrainer:
-        """Accepts an attaching process; the caller holds the lock."""
+        """Accepts an attaching process; the caller holds the lock.
+
+        Args:
+            started: the trainer, if this agent has started the process; None for a
+                user's process.
+            message: the process's `attach` message.
+            link: the connection to the process.
+        """
         if started is None:
             trainer = AttachedTrainer(
                 ident=time.time_ns(), pid=message["pid"], index=message["process"]
@@ -348,8 +363,10 @@ class Trainers:
         return trainer
 
     def _started(self, pid: int) -> AttachedTrainer | None:
-        """Returns the running trainer that this agent has started as process `pid` and
-        that has not attached yet; None if there is none."""
+        """Returns the trainer that this agent has started as process `pid`.
+
+        None if there is none, or if it has already attached or ended.
+        """
         with self._lock:
             for trainer in self._known.values():
                 if trainer.process is not None and trainer.pid == pid:
@@ -367,8 +384,10 @@ class Trainers:
         )
 
     def _failed(self, trainer: AttachedTrainer, error: LinkClosed) -> None:
-        """Closes the trainer's link after a failed send. Also kills a trainer that this
-        agent has started and that does not read."""
+        """Closes a trainer's link after a failed send.
+
+        Also kills a trainer that this agent has started and that does not read.
+        """
         assert trainer.link is not None
         trainer.link.close()  # the receiving thread reports a user's process
         if trainer.process is not None and isinstance(error, NotReading):
@@ -404,11 +423,12 @@ class Trainers:
         return trainer
 
     def start(self, message: Mapping[str, Any]) -> None:
-        """Gives a new formation its trainer.
+        """Chooses the trainer for this host's slot in a new assignment, and starts it.
 
-        This is the member, if it is the process with this index of the formation's
-        world; else the waiting trainer; else a new process. Another member is killed.
-        If the user starts trainers and none waits, a "trainer_exit" event is emitted.
+        The member (see `Trainers`) is taken if it is the process that the message's
+        `world` names; else the waiting trainer; else a new process. Another member is
+        killed. If the user starts trainers and none waits, a "trainer_exit" event is
+        emitted.
 
         Args:
             message: the slot's `start` message for a process that this agent started;
@@ -436,9 +456,11 @@ class Trainers:
                 self._order(trainer, "start", message)
 
     def _member_of(self, world: Mapping[str, Any]) -> AttachedTrainer | None:
-        """Returns the member if it is the process with this index of this world.
+        """Returns the member if it is the process that `world` names.
 
-        Otherwise kills the member and returns None. Returns None without a member.
+        `world` has the number of a world of JAX processes, and the index of a process
+        in it. If the member is another process, kills it and returns None. Returns None
+        without a member.
         """
         member, wanted = self._member, (world["number"], world["index"])
         if member is None or (member.world, member.place) == wanted:
@@ -448,10 +470,11 @@ class Trainers:
         return None
 
     def join(self, world: Mapping[str, Any]) -> None:
-        """Makes the waiting trainer join a world without a slot, as the new member.
+        """Makes the waiting trainer join a world of JAX processes, without a slot.
 
-        Starts a trainer first if none waits. Does nothing if the member is already the
-        process with this index of this world, or if the user starts the trainers.
+        It becomes the member (see `Trainers`). Starts a trainer first if none waits.
+        Does nothing if the member is already the process with this index of this world,
+        or if the user starts the trainers.
 
         Args:
             world: see `train.world.World.join`.
@@ -468,34 +491,40 @@ class Trainers:
             self._order(trainer, "join", {"world": world})
 
     def rehearse(self, world: int, fields: Mapping[str, Any]) -> None:
-        """Passes the order to compile ahead to the trainer in this world, if any."""
+        """Passes the order to compile steps ahead to the trainer in this world, if any.
+
+        `world` is the number of the world (set of connected JAX processes), and
+        `fields` are those of the order `rehearse`.
+        """
         with self._lock:
             for trainer in (self._trainer, self._member):
                 if trainer is not None and trainer.world == world:
                     self._order(trainer, "rehearse", fields)
 
     def share(self, keys: Mapping[str, str]) -> None:
-        """Passes keys of other hosts' coordination services to the formation's trainer.
+        """Passes entries of other hosts' coordination services to this host's trainer.
 
-        Does nothing if there is no such trainer that this agent has started.
+        `keys` maps the name of each entry to its value. Does nothing if this host has
+        no active trainer, or if the user started it.
         """
         with self._lock:
             if self._trainer is not None and self._trainer.process is not None:
                 self._order(self._trainer, "keys", {"keys": keys})
 
     def leave(self, number: int, world: int) -> bool:
-        """Orders the formation's trainer to give up its slot and to keep its process.
+        """Orders the active trainer to give up its slot and to keep its process.
 
         A "left_slot" event follows once the trainer has given up its slot or has ended.
 
         Args:
-            number: identifies the order.
-            world: number of the world in which the trainer must be.
+            number: identifies the order; the event has the same number.
+            world: number of the world (set of connected JAX processes) in which the
+                trainer must be.
 
         Returns:
-            True if the order was sent. False if no trainer that this agent has started
-            is in the formation and in this world, or if the trainer has not attached,
-            has ended, or is ending because of an exception.
+            True if the order was sent. False if there is no active trainer that this
+            agent has started and that is in this world, or if the trainer has not
+            attached, has ended, or is ending because of an exception.
         """
         with self._lock:
             trainer = self._trainer
@@ -511,8 +540,11 @@ class Trainers:
             return True
 
     def leaving_pid(self, number: int) -> int:
-        """Returns the process id of the trainer that has not carried out the order
-        `leave` of this number yet; 0 if it has."""
+        """Returns the process id of a trainer that was ordered to give up its slot.
+
+        `number` identifies the order (`leave`). 0 if the trainer has given up its slot
+        or has ended.
+        """
         with self._lock:
             if self._leaving is not None and self._leaving[1] == number:
                 return self._leaving[0].pid
@@ -535,7 +567,7 @@ class Trainers:
         self._begin(trainer)
 
     def _begin(self, trainer: AttachedTrainer) -> None:
-        """Sends a trainer its orders, if the trainer can begin now.
+        """Sends a trainer the orders that wait for it, if the trainer can begin now.
 
         The trainer must have attached, and no killed trainer may still run: a process
         that is still ending may hold the devices and the shared memory.
@@ -547,26 +579,33 @@ class Trainers:
             trainer.send(op, fields)
 
     def formed(self, **fields: Any) -> None:
-        """Sends the user's process the step that can be restored; the process then
-        continues."""
+        """Sends the user's process the step that it can restore, so that it continues.
+
+        `fields` are those of the message `formed`.
+        """
         with self._lock:
             if self._trainer is not None:
                 self._trainer.given = True
                 self._trainer.send("formed", fields)
 
     def is_active(self, ident: int) -> bool:
-        """Whether `ident` is the ident of the formation's trainer and `exited` has not
-        reported this trainer's exit yet."""
+        """Whether `ident` identifies the trainer that has this host's slot.
+
+        False once `exited` has reported that trainer's exit.
+        """
         return ident == self._active != 0
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends a message to the formation's trainer, if the trainer has attached."""
+        """Sends a message of the kind `op` to the active trainer, if it has
+        attached."""
         if (trainer := self._trainer) is not None:
             trainer.send(op, fields)
 
     def note(self, text: str) -> None:
-        """Sends a waiting user's process the reason of the wait; drops the text if no
-        user's process waits."""
+        """Sends a waiting user's process the reason for which it waits.
+
+        Drops the text if no user's process waits.
+        """
         with self._lock:
             found = self._next
             if found is not None and found.process is None:
@@ -580,7 +619,7 @@ class Trainers:
         self._ended(trainer, code)
 
     def _ended(self, trainer: AttachedTrainer, code: int) -> None:
-        """Forgets a trainer that has ended or is given up; emits its "trainer_exit".
+        """Forgets a trainer that has ended or is given up; emits "trainer_exit".
 
         Does nothing in a second call for the same trainer.
         """
@@ -605,9 +644,9 @@ class Trainers:
             self._tell("trainer_exit", trainer.ident, code)
 
     def exited(self, ident: int) -> bool:
-        """Returns whether the ended trainer `ident` was the formation's trainer.
+        """Returns whether the ended trainer `ident` had this host's slot.
 
-        After True the formation has no trainer, so a second call returns False.
+        After True no trainer has the slot, so a second call returns False.
         """
         with self._lock:
             was_active = self.is_active(ident)
@@ -615,10 +654,10 @@ class Trainers:
             return was_active
 
     def let_go(self, reason: str = "", *, waiting: bool = False) -> int | None:
-        """Ends the formation's trainer: kills an agent's process, detaches a user's.
+        """Ends the active trainer: kills a process of the agent's, detaches a user's.
 
         A user's process that was not yet sent a restorable step (`formed`) waits for
-        the next formation instead.
+        the next assignment of slots instead.
 
         Args:
             reason: the reason, which is sent to a user's process.
@@ -626,8 +665,8 @@ class Trainers:
                 giving up its slot are ended too.
 
         Returns:
-            The exit code of a formation's trainer that has ended already, if `exited`
-            has not reported it. None in every other case.
+            The exit code of an active trainer that has ended already, if `exited` has
+            not reported it. None in every other case.
         """
         with self._lock:
             trainer, active = self._trainer, self._active
@@ -708,7 +747,9 @@ class Trainers:
 
 
 def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of the `start` message to a trainer, for a `prepare` order.
+    """Returns the fields of the `start` message to a trainer.
+
+    `order` is the leader's `prepare` order, with which this host takes its slot.
 
     `items` are the commit's items (no arrays) for a restore from memory. For a restore
     from storage, `storage_step` is the step, and the trainer reads the items itself.
@@ -732,10 +773,11 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def joining(config: AgentConfig) -> dict[str, Any]:
-    """Returns the fields of an order to join a world that are settings of the config.
+    """Returns those fields of an order to join a world that are settings of the config.
 
-    These are deadlines in seconds (`heartbeat_s`, `start_s`), the number of CPU
-    `devices`, and `lasts`: whether the world can last over several formations.
+    A world is a set of connected JAX processes. The fields are deadlines in seconds
+    (`heartbeat_s`, `start_s`), the number of CPU `devices`, and `lasts`: whether the
+    world can outlast an assignment of slots.
     """
     return {
         "heartbeat_s": config.timeouts.heartbeat,

@@ -56,10 +56,10 @@ KeyValues = list[KeyValue]
 
 
 class Resync(Events):
-    """A watch batch that lists all keys, sent when the store has lost event history.
+    """A watch batch that lists all keys, sent when the store has lost past events.
 
-    Contains one put per existing key. A reader that applies these puts misses only
-    deletions; `gone` returns the deleted keys.
+    Contains one put event for each existing key. A reader that applies these puts
+    misses only deletions; `gone` returns the deleted keys.
     """
 
     def __init__(self, pairs: KeyValues, revision: int) -> None:
@@ -73,7 +73,8 @@ class Resync(Events):
         self.revision = revision
 
     def gone(self, known: Collection[str]) -> tuple[str, ...]:
-        """Returns the keys of `known` that no longer exist."""
+        """Returns those keys of `known` (keys that the reader knows) that no longer
+        exist."""
         present = {event.kv.key for event in self}
         return tuple(key for key in known if key not in present)
 
@@ -170,7 +171,8 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """Returns all keys with `prefix`, sorted by key, and the store's revision."""
+        """Returns all pairs whose keys have `prefix`, sorted by key, and the store's
+        revision."""
         ...
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
@@ -189,7 +191,7 @@ class Store(Protocol):
         ...
 
     def txn(self, compares: Sequence[Compare], changes: Sequence[Put | Delete]) -> bool:
-        """Applies all changes as one revision if all compares hold.
+        """Applies all changes, as one revision of the store, if all compares hold.
 
         Returns:
             Whether the compares held; if False, no change was applied.

@@ -232,7 +232,8 @@ class EmbeddedEtcd:
             store.close()
 
     def _problem(self, store: EtcdStore) -> object:
-        """Returns why requests to this etcd fail; None if etcd answers."""
+        """Returns why requests to this etcd fail, for an error text; None if etcd
+        answers."""
         try:
             store.get("ready")  # needs a leader, unlike status
             # Another etcd on this port answers while ours is still starting.
@@ -261,7 +262,8 @@ class EmbeddedEtcd:
                 self._process = None
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal to the process group if etcd runs; does not wait."""
+        """Sends the signal `number` to etcd's process group if etcd runs; does not
+        wait."""
         with self._changing:
             if self.running:
                 os.killpg(self.pid, number)
@@ -307,7 +309,8 @@ class EmbeddedEtcd:
             return self._aside
 
     def obstacle(self) -> str:
-        """Returns what prevents a start, such as a taken port; "" if nothing does."""
+        """Returns what prevents a start of etcd, such as a taken port; "" if nothing
+        does."""
         ports = (self._host, self._client_port), ("127.0.0.1", self._peer_port)
         for host, port in ports:
             if port_taken(port, host):
@@ -378,7 +381,7 @@ class EmbeddedEtcd:
 
 
 def _said(code: int) -> str:
-    """Describes a return code in words.
+    """Describes a process's return code in words.
 
     >>> _said(-9), _said(1)
     ('killed by SIGKILL', 'code 1')

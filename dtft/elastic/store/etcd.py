@@ -115,10 +115,11 @@ class _Elsewhere(Exception):
 
         Args:
             cause: reason, for the error message.
-            passing: whether a later attempt may succeed.
+            passing: whether the failure may be temporary, so that a later attempt
+                succeeds.
             refused: whether only a changed setting can help.
-            waited_s: seconds waited if the member did not answer; infinity if the
-                call failed otherwise.
+            waited_s: seconds waited if the member did not answer; infinity if the call
+                failed otherwise.
         """
         super().__init__(cause)
         self.passing, self.refused = passing, refused
@@ -135,7 +136,7 @@ class _Members:
         self._lock = threading.Lock()
 
     def order(self) -> list[tuple[str, int]]:
-        """Returns all members, in the order in which calls try members."""
+        """Returns all members, (host, port), in the order in which calls try them."""
         with self._lock:
             return list(self._order)
 
@@ -145,7 +146,7 @@ class _Members:
         return self._order[0]
 
     def failed(self, endpoint: tuple[str, int]) -> None:
-        """Moves a failed member to the end of the order."""
+        """Moves a member to the end of the order, because a call to it failed."""
         with self._lock:
             self._order.sort(key=lambda other: other == endpoint)
 
@@ -292,7 +293,7 @@ class EtcdStore:
         try:
             self.compact(revision)
         except StoreUnavailable as error:  # etcd refuses to compact a revision twice
-            logger.info("%s", error)
+            logger.info("history not compacted before defragmentation: %s", error)
         self._call("defragment", "maintenance/defragment", {}, repeat=False)
         raised = self._call("alarm", "maintenance/alarm", {"action": "GET"})
         for alarm in raised.get("alarms", []):
@@ -427,7 +428,7 @@ class EtcdStore:
     def _reply(
         self, endpoint: tuple[str, int], call: _Call, raw: bytes
     ) -> dict[str, Any] | None:
-        """Parses a reply; returns None if it reports an invalid token.
+        """Parses a reply to `call`; returns None if it reports an invalid login token.
 
         Raises:
             _Elsewhere: another member may be tried.
@@ -514,7 +515,10 @@ class EtcdStore:
         return found
 
     def _problem(self, error: Exception, waited_s: float) -> _Elsewhere:
-        """Converts a connection error into an `_Elsewhere` with the reason in words."""
+        """Converts a connection error into an `_Elsewhere` with the reason in words.
+
+        `waited_s` is the number of seconds for which a reply was awaited.
+        """
         if isinstance(error, TimeoutError):
             text = f"no answer within {waited_s:.2g} s"
             return _Elsewhere(text, passing=True, waited_s=waited_s)
@@ -528,7 +532,12 @@ class EtcdStore:
     def _unavailable(
         self, operation: str, problems: dict[str, _Elsewhere]
     ) -> StoreUnavailable:
-        """Makes the error of an unanswered call from the reason of each member."""
+        """Makes the error for a call that no member answered.
+
+        The error is StoreRefused if every member refuses this client, else
+        StoreUnavailable. `problems` maps each member, "host:port", to what went wrong
+        there.
+        """
         refused = all(problem.refused for problem in problems.values())
         kind = StoreRefused if refused else StoreUnavailable
         causes = {str(problem) for problem in problems.values()}
@@ -550,6 +559,9 @@ class EtcdStore:
         stop: threading.Event,
     ) -> Generator[tuple[Events, int], None, None]:
         """Yields a watch's batches from one member, each with the next start revision.
+
+        `position` is the revision of the first event; a later watch continues at the
+        revision that came with the last batch.
 
         Ends without an error when the watch is stopped, after a `Resync`, after
         `_QUIET_S` seconds without bytes, and once calls try another member first.
@@ -585,7 +597,14 @@ class EtcdStore:
     def _stream(
         self, endpoint: tuple[str, int], prefix: str, body: dict[str, Any]
     ) -> EtcdStream:
-        """Opens the connection of a watch, within one member's share of the timeout.
+        """Opens a watch's connection to one member; logs in if there is a user.
+
+        Waits at most for the timeout of a call, divided by the number of members.
+
+        Args:
+            endpoint: host and port of the member.
+            prefix: prefix of the watched keys, for error texts.
+            body: the watch request.
 
         Raises:
             StoreUnavailable: there is no connection in time, or the member refuses.
@@ -608,6 +627,8 @@ class EtcdStore:
     def _see_to(self, endpoint: tuple[str, int], quiet_s: float) -> None:
         """Probes a silent member with a call, if the cluster has other members.
 
+        `quiet_s` is the number of seconds for which the watch has received nothing.
+
         A watch without events is silent too, so only a call can detect that a member is
         stopped or cut off. A failed call moves calls and watches to the next member.
         """
@@ -620,8 +641,12 @@ class EtcdStore:
     def _lost_history(
         self, prefix: str, position: int, result: dict[str, Any]
     ) -> Resync | None:
-        """Returns a full listing if the store lacks events from revision `position` on,
-        else None.
+        """Returns all keys if the store lacks events that the watch needs, else None.
+
+        Args:
+            prefix: prefix of the watched keys.
+            position: revision of the first event that the watch needs.
+            result: field `result` of the watch's newest message.
 
         Raises:
             StoreUnavailable: the store canceled the watch for another reason, or the

@@ -106,7 +106,7 @@ def key_value(pair: dict[str, Any], below: str) -> KeyValue:
 
 
 def event_value(event: dict[str, Any], below: str) -> StoreEvent:
-    """Decodes one event of a watch message."""
+    """Decodes one event of a watch message; removes the prefix `below` from its key."""
     kind = "delete" if event.get("type") == "DELETE" else "put"
     return StoreEvent(kind=kind, kv=key_value(event["kv"], below))
 
@@ -151,7 +151,7 @@ def wants_token(message: str) -> bool:
 def not_applied(message: str) -> bool:
     """Whether an error message means that this member did not apply the call.
 
-    Another member may then apply the call.
+    The call may then be sent to another member.
 
     >>> not_applied("etcdserver: no leader"), not_applied("request timed out")
     (True, False)
@@ -300,7 +300,7 @@ _LONGEST_LINE, _MOST_HEADERS = 1 << 16, 100
 
 
 def read_reply(sock: socket.socket, end: float) -> tuple[bytes, bool]:
-    """Reads one HTTP/1 reply; returns its body, and whether the connection ends now.
+    """Reads one HTTP/1 reply; returns its body, and whether the peer then disconnects.
 
     `http.client` is not used here, because it parses headers like those of an e-mail,
     which takes longer than the rest of a call.
@@ -332,7 +332,8 @@ def _reply_head(
     """Reads the status line and the headers of a reply.
 
     Returns:
-        HTTP version, status code, and header name to value, both in lower case.
+        HTTP version, status code, and a mapping of header name to value, both in lower
+        case.
     """
     line = reader.readline(_LONGEST_LINE)
     if not line:
@@ -449,7 +450,8 @@ def _request(
 
 
 def _has_input(sock: socket.socket) -> bool:
-    """Whether a read would return at once, with bytes or the end of the stream."""
+    """Whether a read of the socket would return at once, with bytes or at the stream's
+    end."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

@@ -3,8 +3,9 @@
 The agent's event loop calls `tick`, which renews the lease; so a host whose loop blocks
 loses its lease. Calls of the store run on other threads, so they do not block the loop.
 After its lease has expired, a host registers again under its next incarnation. A
-leader's writes are fenced: they apply only while leader key and era are unchanged.
-`Compaction` drops the history of a store that is private to dtft.
+leader's writes are fenced: they apply only while leader key and era are unchanged. The
+era is a number in the store that grows when the store has lost data. `Compaction` drops
+the history of a store that is private to dtft.
 """
 
 import dataclasses
@@ -84,7 +85,7 @@ class Compaction:
                 self._store.compact(self._mark)
             self._mark = now
         except (StoreUnavailable, ValueError) as error:  # perhaps compacted already
-            logger.info("history was not compacted: %s", error)
+            logger.info("the store's history was not compacted: %s", error)
 
     def reclaim(self) -> None:
         """Frees space in a store that refuses writes because its quota is used up.
@@ -106,7 +107,9 @@ class Compaction:
         try:
             self._store.reclaim()
         except StoreUnavailable as error:
-            logger.warning("the store's space could not be freed: %s", error)
+            logger.warning(
+                "the store is still full: its space could not be freed: %s", error
+            )
 
 
 RETRY_S = 0.2
@@ -114,7 +117,7 @@ RETRY_S = 0.2
 
 
 def claim(store: Store, key: str, value: bytes) -> bytes:
-    """Writes a key if it does not exist; returns the key's value."""
+    """Writes a key if it does not exist; returns the value that the key then has."""
     store.txn([Compare(key=key, target="create", value=0)], [Put(key=key, value=value)])
     pair = store.get(key)
     assert pair is not None
@@ -122,7 +125,7 @@ def claim(store: Store, key: str, value: bytes) -> bytes:
 
 
 class Membership:
-    """One host's membership: registration, leader key and fenced writes.
+    """One host's membership in its job: registration, leader key and a leader's writes.
 
     Methods run on the event loop, except methods whose docstrings say "blocks".
 
@@ -149,7 +152,7 @@ class Membership:
 
         Args:
             store: the job's store.
-            mirrors: starts the mirror of the job's keys.
+            mirrors: starts the mirror, a local copy of the job's keys.
             job: name of the job.
             record: this host's record; its incarnation names the agent process.
             lease_s: seconds without a renewal after which the lease expires.
@@ -181,7 +184,7 @@ class Membership:
         self._end_mirror: Callable[[], None] = lambda: None
 
     def key(self, name: str) -> str:
-        """Returns the store key of a name in this job."""
+        """Returns the key under which the store has the value `name` of this job."""
         return job_key(self._job, name)
 
     # ------------------------------------------------------------- registration
@@ -212,9 +215,10 @@ class Membership:
         )
 
     def _register(self, record: HostRecord) -> int:
-        """Grants a lease and writes the record with that lease; blocks.
+        """Makes a lease and writes this host's record with that lease; blocks.
 
-        First writes the era and the keys of `claims`, each if it is absent.
+        First writes the era and the settings of the job (`claims`), each if the store
+        lacks it.
 
         Returns:
             The id of the lease.
@@ -266,7 +270,10 @@ class Membership:
         if self._answered(outcome) and not self._stopped:
             self._lease = outcome.result()
             self._due = self._loop.now() + self._lease_s / 5
-            logger.info("registered as %s", self.record.incarnation)
+            logger.info(
+                "this host is registered in the store again, as %s",
+                self.record.incarnation,
+            )
 
     def _put_done(self, outcome: "Future[None]") -> None:
         if isinstance(outcome.exception(), LeaseGone):
@@ -286,7 +293,11 @@ class Membership:
         self._check_registered(self.view)  # it may be lost during a call
 
     def _answered(self, outcome: "Future") -> bool:
-        """Marks the running call as ended; returns whether the call succeeded."""
+        """Marks the running store call as ended; returns whether the call succeeded.
+
+        If the store did not answer, the next call is made after `RETRY_S` seconds.
+        Errors other than StoreUnavailable are raised.
+        """
         self._busy = False
         error = outcome.exception()
         if error is None:
@@ -307,7 +318,11 @@ class Membership:
 
     def _lapsed(self) -> None:
         """Registers this host under its next incarnation, because its lease expired."""
-        logger.warning("the lease of %s ran out", self.record.incarnation)
+        logger.warning(
+            "this host's lease in the store (%s) has expired, so the job may treat the "
+            "host as lost; it registers again",
+            self.record.incarnation,
+        )
         self._lease, self._due = 0, 0.0
         self._number()
         self._on_lapse()
@@ -318,7 +333,8 @@ class Membership:
     def _changed(self, pairs: Pairs, revision: int) -> None:
         """Parses the job's keys into a view and calls `on_view`.
 
-        If the store has lost data since the view before, a new era is written instead.
+        If the store has lost data since the view before, a new era is written instead:
+        a number that tells views before the loss from views after it.
         """
         if self._stopped:
             return
@@ -331,7 +347,7 @@ class Membership:
         self._on_view(view)
 
     def _renew_era(self, view: View) -> None:
-        """Writes a new era to the store after the store has lost data.
+        """Writes the number of a new era to the store, which has lost data.
 
         The write is conditional, so only one host's write applies.
         """
@@ -339,21 +355,28 @@ class Membership:
             self._again = bool(self._lease)  # the write fails if the lease is lost
         era = {"era": self.view.era + 1, "id": secrets.token_hex(8)}
         put = Put(key=self.key("m/era"), value=json.dumps(era).encode())
-        logger.warning("the store has lost data: era %d begins", era["era"])
+        logger.warning(
+            "the store has lost data: era %d begins, and the hosts write the job's "
+            "records again",
+            era["era"],
+        )
         unchanged = self._in_era(view)
         self._campaigns.submit(
             lambda: self._store.txn([unchanged], [put]), _only_logged
         )
 
     def _in_era(self, view: View) -> Compare:
-        """Makes the condition that the store is in the era of a view."""
+        """Makes the condition that the store has lost no data since a view was read.
+
+        The condition is that the value of the era key is still that of the view.
+        """
         key = self.key("m/era")
         if not view.era_value:
             return Compare(key=key, target="create", value=0)
         return Compare(key=key, target="value", value=view.era_value)
 
     def _check_registered(self, view: View) -> None:
-        """Schedules a write of the record if the store lacks it or has an earlier one.
+        """Schedules a write of the record if a view lacks it or has an earlier one.
 
         Calls `on_replaced` if a later agent process has this host's name.
         """
@@ -370,8 +393,9 @@ class Membership:
     def campaign(self) -> None:
         """Tries to take the leader key, without blocking; the next view has the result.
 
-        Fails if a leader exists, or if this host's view has an outdated last leader or
-        era. Does nothing without a lease, or while another attempt runs.
+        Fails if a leader exists, or if another host has led, or the store has lost
+        data, since this host's view. Does nothing without a lease, or while another
+        attempt runs.
         """
         if self._campaigning or not self._lease or self._stopped:
             return
@@ -401,9 +425,9 @@ class Membership:
     def let_go(self, term: View) -> None:
         """Gives up the leader key without waiting; this host remains a follower.
 
-        `term` is a view in which this host holds the key. Deletes the key, and
-        registers this host again under a new lease. If the store does not answer the
-        delete, the key disappears when this host's old lease expires.
+        `term` is a view of the store in which this host holds the key. Deletes the key,
+        and registers this host again under a new lease. If the store does not answer
+        the delete, the key disappears when this host's old lease expires.
         """
         self._lease, self._due = 0, 0.0
         mine = [self._fence(term), self._in_era(term)]
@@ -426,7 +450,10 @@ class Membership:
         return Compare(key=key, target="create", value=view.leader_revision)
 
     def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
-        """Applies changes if the leader key and the era are those of `view`; blocks.
+        """Applies a leader's changes if it still leads; blocks.
+
+        It still leads if the leader key is that of `view`, and the store has lost no
+        data since then.
 
         Returns:
             Whether the changes were applied; False also if `view` has no leader.
@@ -440,7 +467,8 @@ class Membership:
         return read_commits(self._store, self._job)
 
     def commit_change(self, commits: tuple[Commit, ...]) -> Put:
-        """Makes the put that records these commits."""
+        """Makes the put that records these commits in place of those recorded
+        before."""
         text = "\n".join(commit.to_json() for commit in commits)
         return Put(key=self.key("c/commits"), value=text.encode())
 

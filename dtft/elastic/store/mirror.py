@@ -18,7 +18,10 @@ Changed = Callable[[Pairs, int], None]
 
 
 class MirrorSource(Protocol):
-    """Starts mirrors. A simulation implements this protocol without threads."""
+    """Starts mirrors, local copies of the store's keys under a prefix.
+
+    A simulation implements this protocol without threads.
+    """
 
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
         """Calls `changed` with all pairs under `prefix`, now and after every change.
@@ -37,9 +40,10 @@ class ThreadMirrors:
         self._store = store
 
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
-        """Starts a thread that calls `changed` at once and after every change.
+        """Starts a thread that passes `changed` all pairs under `prefix`.
 
-        Returns a function that ends the mirror. See `MirrorSource.mirror`.
+        `changed` is called at once and after every change. Returns a function that ends
+        the mirror. See `MirrorSource.mirror`.
         """
         stop = threading.Event()
         arguments = (self._store, prefix, changed, stop)

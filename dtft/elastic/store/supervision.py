@@ -78,8 +78,8 @@ class Outage:
     failed: int = 0
     """Number of failed starts on the current data in this outage."""
     counting_from: float = 0.0
-    """Time from which `SupervisionLimits.start_s` counts for starts on the current
-    data."""
+    """Time from which failed starts on the current data are counted towards
+    `SupervisionLimits.start_s`."""
     due: float = 0.0
     """Earliest time of the next start."""
     starts: tuple[float, ...] = ()
@@ -91,7 +91,7 @@ class Outage:
 def next_step(
     outage: Outage, seen: ProbedEtcd, limits: SupervisionLimits
 ) -> tuple[Outage, Step]:
-    """Decides the next action; returns the updated outage and the action.
+    """Decides what a supervisor does next; returns the updated outage and the action.
 
     The action is "kill" if etcd runs but has been silent for too long. If etcd has
     ended and the pause before a start is over, the action is "start", or "start_empty"
@@ -122,7 +122,7 @@ def next_step(
 
 
 def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """Returns the outage after a start of etcd at the time `now`.
+    """Returns the state of an outage after a start of etcd at the time `now`.
 
     The start counts as failed until etcd serves. Also sets the earliest time of the
     next start.
@@ -138,7 +138,7 @@ def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
 
 
 def obstructed(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
-    """Returns the outage after a start that a full disk or taken port prevented.
+    """Returns the state of an outage after a full disk or taken port prevented a start.
 
     The next start is due after the longest pause. Failed starts are counted anew,
     because the data did not cause this failure.
@@ -187,12 +187,12 @@ class Prober:
             )
 
     def forgive(self) -> None:
-        """Resets to zero the seconds for which etcd has been silent."""
+        """Resets to zero the seconds for which etcd has not answered (`silent_s`)."""
         with self._lock:
             self._silent_s = 0.0
 
     def lost_revisions(self) -> tuple[int, int] | None:
-        """Returns (highest, current) revision if the revision has decreased.
+        """Returns (highest, current) revision of etcd if its revision has decreased.
 
         Returns None otherwise, and on further calls for the same decrease.
         """
@@ -264,8 +264,10 @@ class Supervisor:
 
     @property
     def serving(self) -> bool:
-        """Whether etcd runs, and its health checks have been unanswered for less than
-        2 s. So an etcd that has just started counts as serving."""
+        """Whether etcd runs and has left health checks unanswered for less than 2 s.
+
+        An etcd that has just started counts as serving.
+        """
         seen = self._prober.seen(time.monotonic())
         return seen.running and seen.silent_s < 2 * Prober.ASK_S
 

@@ -30,53 +30,63 @@ class View:
     leases: dict[str, int] = dataclasses.field(default_factory=dict)
     leader: str | None = None
     leader_revision: int = 0
-    """Create revision of the leader key; a fenced write requires this revision."""
+    """Create revision of the leader key; a leader's write applies only while the key
+    has this revision."""
     leader_lease: int = 0
     last_led: str = ""
     """The host that leads now or led last; "" before the first leader."""
     last_led_revision: int = 0
-    """Mod revision of `last_led`; a campaign succeeds only with the current one."""
+    """Mod revision of `last_led`'s key. A host can become leader only if it knows the
+    current one."""
     assignment: SlotAssignment | None = None
     stored: int = 0
     """The step last written to storage; 0 for none."""
     stop: bool = False
     wanted: WantedSize | None = None
-    """The size that a request has set; None if no request has changed the size."""
+    """The numbers of replicas and slots that a user has requested; None without a
+    request."""
     budget: str = ""
-    """The failure budget as JSON; "" for none."""
+    """JSON of the counts of failures that may end the job; "" for none."""
     result: str | None = None
     """JSON that describes the job's end; None while the job runs."""
     era: int = 0
-    """Number of the era, increased when the store has lost data; 0 if there is none."""
+    """Number of the era, which increases when the store has lost data; 0 if the store
+    has none."""
     era_value: bytes = b""
     """Value of the era key, which has a random id; b"" if there is no key. A store that
     was emptied may reach the same revisions and the same number again, but not the same
     value."""
     revision: int = 0
-    """Revision of the store for this view."""
+    """Revision of the store at which this view was read."""
 
     @property
     def term(self) -> int:
-        """The number of the leader's term, which increases with every new leader."""
+        """The number of the leader's term (time in office); larger for every later
+        leader."""
         return (self.era << _REVISION_BITS) + self.leader_revision
 
     def lost_data_since(self, known: "View") -> bool:
         """Whether the store has lost data since an earlier view, `known`.
 
-        True if this view has a smaller (era, revision), or an era of the same number
-        that has another value.
+        True if this view has a smaller (era, revision), or the same era number with
+        another `era_value`.
         """
         again = self.era == known.era and self.era_value != known.era_value
         return self.age < known.age or again
 
     @property
     def age(self) -> tuple[int, int]:
-        """(era, revision), which is larger for a later view."""
+        """(era, revision of the store), which is larger for a later view.
+
+        The era is a number that grows when the store has lost data.
+        """
         return self.era, self.revision
 
 
 def job_key(job: str, name: str) -> str:
-    """Returns the key of a name in a job, below the store's prefix.
+    """Returns the key under which the store has the value `name` of a job.
+
+    The client puts the store's prefix before the key.
 
     >>> job_key("mine", "m/leader")
     'mine/m/leader'
@@ -85,7 +95,7 @@ def job_key(job: str, name: str) -> str:
 
 
 class ViewReader:
-    """Parses views; caches parsed values of unchanged keys."""
+    """Parses a job's keys into views; caches the parsed values of unchanged keys."""
 
     def __init__(self, job: str) -> None:
         """Starts with an empty cache."""

@@ -1,10 +1,12 @@
 """Keeps copies of slices on one host, and transfers slices between hosts.
 
-* `copies`: the arenas that a host keeps over all formations; `side_arena`: a step with
-  other shardings, in a separate arena.
+A slice is a piece of one of the state's arrays.
+
+* `copies`: the arenas (files in shared memory) that outlast the assignment of slots;
+  `side_arena`: a step with other shardings, in a separate arena.
 * `replication` pushes every step to the peers that keep copies; `replica_server`
-  receives pushes and answers fetches; `slot_task`: the leader's order and the pushers
-  of one formation.
+  receives pushes and answers fetches; `slot_task`: the leader's order for a slot, and
+  the pushers to its peers.
 * `restore_executor` carries out every restore plan; `prefetch` lets spare hosts fetch
   in advance the slices that no step changes.
 

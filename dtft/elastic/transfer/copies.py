@@ -1,5 +1,8 @@
 """The copies that this host keeps for the job, over all its formations.
 
+A formation is one assignment of hosts to the job's slots. An arena is a file in shared
+memory with the copies of one slot's host.
+
 A formation whose layout, slot and failure domains equal those of an arena reuses this
 arena, so copies outlive the trainers. Any other formation gets a new arena. Former
 arenas with copies of the restored step stay until the new formation has committed a
@@ -23,21 +26,23 @@ logger = logging.getLogger(__name__)
 
 
 class Copies:
-    """All copies that this host keeps, as one holder for each layout and slot.
+    """All copies that this host keeps, in one holder for each layout and slot.
 
-    A holder is a `ReplicaStore`. It can outlive the formation that made it.
+    A holder is a `ReplicaStore`, with its memory. A layout has the mesh and the arrays
+    of the state. A holder is kept if the host then gets another slot, as long as a
+    restore may need its copies.
     """
 
     def __init__(self, config: AgentConfig) -> None:
         """Reserves no memory yet."""
         self._config = config
         self.holder: ReplicaStore | None = None
-        """Holder of the newest formation. None until the layout is known, and after an
-        allocation that failed."""
+        """Holder for the newest assignment of slots. None until the layout is known,
+        and after an allocation that failed."""
         self._shares: dict[ReplicaStore, Shares] = {}
         self.former: tuple[ReplicaStore, ...] = ()
-        """Holders of former formations. A restore of the last commit may need their
-        copies."""
+        """Holders for former assignments of slots. A restore of the last commit may
+        need their copies."""
         self.prefetched = PrefetchedSlices()
         """Slices that this host, as a spare, has fetched ahead."""
         self._reserve: Arena | None = None
@@ -58,14 +63,16 @@ class Copies:
         """Returns the holder for a layout, slot and domains; makes one if none exists.
 
         Args:
-            layout: the layout of the formation.
+            layout: layout of the state (its mesh and arrays) for which the slot was
+                assigned.
             slot: this host's slot.
             domains: the failure domain of each slot, by which copies are placed; empty
                 if every slot is its own domain.
             keep: the step to restore. Other holders with copies of this step drop later
                 steps and stay until `committed` is called; all other holders are
                 closed. None: every other holder is closed.
-            epoch: the epoch of the order that needs the holder; by default the newest.
+            epoch: (generation, attempt) of the order that needs the holder; by default
+                that of the newest order.
 
         Raises:
             OSError: not enough memory for a new arena, or the order is not the newest
@@ -122,11 +129,12 @@ class Copies:
         """Chooses which of its own slices this host copies at a snapshot.
 
         With `share` "divided", the hosts that own a slice take turns in copying it.
-        `turn` is the number of the snapshot in the formation (`SlotTask.turn`).
+        `turn` numbers the snapshots since the slot was assigned (`SlotTask.turn`).
 
         Returns:
-            A flag per own slice, from `pack_flags`; b"" if all slices are copied at
-            every turn (`share` is "full").
+            For each of the slot's slices whether this host copies it, as flags from
+            `pack_flags`; b"" if all slices are copied at every turn (`share` is
+            "full").
         """
         holder = self.holder
         assert holder is not None
@@ -139,9 +147,9 @@ class Copies:
         return pack_flags(self._shares[holder].of(holder.slot, turn))
 
     def committed(self) -> None:
-        """Frees the memory of former formations.
+        """Frees the copies that were made for former assignments of slots.
 
-        Called when the newest formation has committed a step.
+        Called when a step has been committed since the newest assignment.
         """
         with self._lock:
             former, self.former = self.former, ()
@@ -149,13 +157,15 @@ class Copies:
             self._drop(one)
 
     def holders(self) -> list[ReplicaStore]:
-        """Lists the holders of this host's copies, the newest formation's first."""
+        """Lists the holders of this host's copies, that of the newest assignment
+        first."""
         return [it for it in (self.holder, *self.former) if it is not None]
 
     def holding(self, step: int, slot: int | None = None) -> ReplicaStore | None:
-        """Returns a holder with copies of `step`, preferably the holder of `slot`.
+        """Returns a holder with copies of `step`, preferably the one made for `slot`.
 
-        If no holder has the step, returns `holder`, which may be None.
+        If no holder has the step, returns that of the newest assignment, which may be
+        None.
         """
         having = [it for it in self.holders() if step in it.steps()]
         fit = [it for it in having if it.slot == slot]
@@ -202,9 +212,10 @@ class Copies:
 
         Returns:
             `layouts` as JSON; `holdings`: step to slice key to digests; `complete`:
-            step to the slots whose own slices are all held; `items`: step to the step's
-            items; `corrupt`: a text for each corrupt copy; and `prefetched`: slot to
-            the bytes of this slot's slices that were prefetched.
+            step to the slots of which this host has all own slices; `items`: step to
+            the JSON items of its checkpoint; `corrupt`: a text for each corrupt copy;
+            and `prefetched`: slot to the bytes of this slot's slices that were
+            prefetched.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
@@ -233,8 +244,13 @@ class Copies:
         }
 
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
-        """Returns where the trainer finds the state: the path of the arena and, if
-        `in_memory`, the buffers, digests and items of `step` (empty otherwise)."""
+        """Returns where the trainer finds the state of a step.
+
+        Returns:
+            `arena`: path of the shared memory; and, if `in_memory`, `buffers`,
+            `digests` and `items` of the step (otherwise empty, and the trainer does not
+            load the state from memory).
+        """
         holder = self.holder
         assert holder is not None
         return {
@@ -252,7 +268,10 @@ class Copies:
     ) -> list[Pusher]:
         """Makes a pusher for each peer that keeps copies of this host's slices.
 
-        `addresses` has the address of each slot's host.
+        Args:
+            addresses: address of each slot's host.
+            credentials: the job's credentials.
+            epoch: (generation, attempt) of the assignment of slots.
         """
         holder = self.holder
         assert holder is not None

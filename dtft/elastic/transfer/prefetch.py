@@ -65,8 +65,8 @@ class PrefetchedSlices:
     def find(self, key: str, digests: bytes) -> memoryview | None:
         """Returns the bytes of a slice that was prefetched with these digests, or None.
 
-        The bytes were verified when they were fetched. The caller must verify them
-        again.
+        `key` names the slice. The bytes were verified when they were fetched. The
+        caller must verify them again.
         """
         with self._lock:
             held = self._held.get(key)
@@ -78,13 +78,20 @@ class PrefetchedSlices:
             return {key: held.digests for key, held in self._held.items()}
 
     def put(self, slot: int, key: str, digests: bytes, memory: np.ndarray) -> None:
-        """Adds a slice of a slot, or replaces the slice with this key."""
+        """Adds a slice, or replaces the slice with this key.
+
+        Args:
+            slot: the slot that owns the slice.
+            key: names the slice.
+            digests: digests of the slice's chunks.
+            memory: the slice's bytes.
+        """
         with self._lock:
             self._slot = slot
             self._held[key] = _Held(digests, memory)
 
     def drop(self, keys: Collection[str]) -> None:
-        """Frees the memory of some slices."""
+        """Frees the memory of the slices with these keys; ignores unknown keys."""
         with self._lock:
             for key in keys:
                 self._held.pop(key, None)
@@ -95,7 +102,10 @@ class PrefetchedSlices:
             self._held.clear()
 
     def report(self) -> dict[int, int]:
-        """Maps the slot of the prefetched slices to their bytes; {} without slices."""
+        """Returns how many bytes were prefetched: {slot: bytes}; {} without slices.
+
+        All slices are of one slot.
+        """
         with self._lock:
             nbytes = sum(held.memory.nbytes for held in self._held.values())
             return {self._slot: nbytes} if nbytes else {}
@@ -113,7 +123,7 @@ class _Source:
 
 
 class Prefetcher:
-    """Prefetches the slices of one slot that do not change, on its own thread."""
+    """Prefetches, on its own thread, those slices of a slot that no step changes."""
 
     def __init__(
         self,
@@ -147,7 +157,7 @@ class Prefetcher:
             layout: the job's layout as JSON.
             slot: the slot whose slices are fetched.
             address: "host:port" of the slot's host.
-            epoch: epoch of the formation in which the host has the slot.
+            epoch: (generation, attempt) of the assignment that gave the host the slot.
         """
         source = _Source(layout=layout, slot=slot, address=address, epoch=epoch)
         if source == self._source:
@@ -196,7 +206,7 @@ class Prefetcher:
             except (OSError, TimeoutError, FetchError, MemoryError) as error:
                 # The host may be gone, or a slice has changed: the leader, or the next
                 # answer, says how to go on.
-                logger.debug("slot %d is not prefetched: %s", source.slot, error)
+                logger.debug("nothing of slot %d is prefetched: %s", source.slot, error)
 
     def _fetch(
         self,
@@ -274,7 +284,7 @@ def _batches(keys: Collection[str], sizes: Mapping[str, int]) -> list[list[str]]
 
 
 def _ask(source: _Source, credentials: Credentials) -> tuple[int, dict[str, bytes]]:
-    """Asks a slot's host for the digests of its own slices.
+    """Asks a slot's host for the digests of the slot's own slices.
 
     Returns:
         The newest step that the host has, and slice key to digests.

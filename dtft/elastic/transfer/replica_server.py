@@ -1,8 +1,9 @@
 """Serves this host's copies: receives slices from peers, and answers fetches.
 
-This is the receiving side of `replication`. A push of another epoch than this host's is
-refused. A push counts as held only once every digest was verified here. A fetch is
-answered from the memory of the newest formation, or of a former formation.
+This is the receiving side of `replication`. A push (a peer's slices of one step) is
+refused if its epoch, (generation, attempt), is not this host's. A push counts as held
+only once every digest was verified here. A fetch is answered from the copies for the
+newest assignment of slots, or for a former one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,10 +32,11 @@ to be sent."""
 
 
 def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
-    """Cuts the requested byte span out of each slice.
+    """Cuts the requested byte span, (start, stop), out of each slice.
 
     Raises:
-        WireError: `spans` is not one (start, stop) per slice, inside the slice.
+        WireError: `spans`, from a peer's request, is not a list with one (start, stop)
+            inside each slice.
     """
     found = list(spans) if isinstance(spans, list | tuple) else []
     if len(found) != len(slices):
@@ -53,10 +55,11 @@ def cut_out(slices: Sequence[Parts], spans: object) -> list[Parts]:
 def find_copies(
     holders: Sequence[ReplicaStore | None], step: int, keys: Sequence[str]
 ) -> list[Parts]:
-    """Returns the memory of the named slices of a step, each from a holder with a copy.
+    """Returns the memory of the slices with these keys, each from a holder with a copy.
 
-    If several holders have a slice, the last of these holders is used. If `step` is
-    `NEWEST`, the newest copy in that holder is used.
+    If several holders have a slice, the last of these holders is used. The copies are
+    of the given step; if `step` is `NEWEST`, the newest copy in the used holder is
+    taken.
 
     Raises:
         KeyError: no holder has a copy of a slice at this step.
@@ -79,15 +82,16 @@ class Inbox:
     epoch: Callable[[], Epoch]
     holder: Callable[[], ReplicaStore | None]
     held: Callable[[int, int, str], None]
-    """Called once for each verified push, with (step, source slot, root digest)."""
+    """Called once for each verified push, with (step, slot of the peer, one digest over
+    all its slices)."""
     nixl: Nixl | None = None
     """Lends memory to peers that fetch with NIXL."""
     former: Callable[[], Sequence[ReplicaStore]] = tuple
-    """Holders of former formations that peers may still need."""
+    """Holders of copies for former assignments of slots, which peers may still need."""
 
 
 def serve_pushes(channel: Channel, inbox: Inbox) -> None:
-    """Receives pushes on one connection until it closes.
+    """Receives pushes (a peer's slices, step by step) on a connection until it closes.
 
     Raises:
         WireError: the peer sent a message that is not a push.
@@ -102,7 +106,7 @@ def serve_pushes(channel: Channel, inbox: Inbox) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Announced:
-    """The validated header of a push."""
+    """The validated header of a push, which is a peer's slices of one step."""
 
     epoch: Epoch
     source: int
@@ -145,11 +149,12 @@ def _epoch(value: object) -> Epoch:
 
 
 def _receive_push(channel: Channel, inbox: Inbox) -> bool:
-    """Receives one push.
+    """Receives one push: the slices of one step that a peer sends.
 
     Returns:
         True if the peer need not repeat the push: this host holds the pushed copy, or
-        the epoch of the push is older than this host's. Else False.
+        the push is of an older assignment of slots (epoch) than this host's. Else
+        False.
     """
     header, _ = channel.receive(86400, no_payload, max_header=MAX_DATA_HEADER)
     push = _Announced.read(header)

@@ -48,8 +48,8 @@ class Pusher:
             push: the slot, the peer's slot and the slices to send.
             address: "host:port" of the peer.
             credentials: the job's credentials.
-            epoch: (generation, attempt) of the formation; peers in another epoch refuse
-                the push.
+            epoch: (generation, attempt) of the assignment of slots; peers with another
+                epoch refuse the push.
             deadline_s: seconds for which a step is tried again until it has arrived.
         """
         self._holder, self._push, self._address = holder, push, address
@@ -86,7 +86,9 @@ class Pusher:
             while not self._closed.is_set() and not self._try(step, deadline):
                 if time.monotonic() > deadline:
                     logger.warning(
-                        "step %d was not pushed to %s in time", step, self._address
+                        "step %d was not sent to %s within %.0f s: that peer gets no "
+                        "copy of it",
+                        *(step, self._address, self._deadline_s),
                     )
                     break
                 self._closed.wait(0.05)
@@ -108,7 +110,8 @@ class Pusher:
             self._hang_up()
             if not self._closed.is_set():
                 logger.info(
-                    "push of step %d to %s failed: %s", step, self._address, error
+                    "sending step %d to %s failed, and is tried again: %s",
+                    *(step, self._address, error),
                 )
             return False
 
@@ -145,9 +148,9 @@ class Pusher:
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
     """Makes pushers share one rate limit; must be called before their first step.
 
-    Returns the `PushPace` that decides the limit. The caller calls its `staged`
-    after each snapshot; before the first call there is no limit. `limit_s` is the
-    deadline of a push in seconds.
+    Returns the `PushPace` that decides the limit. The caller calls its `staged` after
+    each snapshot; before the first call there is no limit. `limit_s` is the number of
+    seconds within which a step must arrive at the peers.
     """
     pace = PushPace(sum(pusher.nbytes for pusher in pushers), limit_s)
     for pusher in pushers:

@@ -72,17 +72,20 @@ class FetchOrder:
 
     step: int
     epoch: Epoch
-    """Epoch of the order; peers that obey a newer order refuse the fetch."""
+    """(generation, attempt) of the order; peers that obey a newer order refuse the
+    fetch."""
     transfer: Mapping[str, Any]
-    """Host and address of the peer; the keys of whole slices, or regions, or both."""
+    """Fields `host` and `address` of the peer; `keys` of whole slices, or `regions`, or
+    both."""
     digests: Mapping[str, bytes]
     """Maps the key of each committed slice to its digests."""
 
     def regions(self, memory: Mapping[str, Parts]) -> dict[Slice, list[Region]]:
-        """Maps each committed slice to the regions that are copied from it.
+        """Maps each committed slice to the regions that are copied out of it.
 
         A region is a piece of a committed slice that becomes a piece of a new slice.
-        Regions of new slices whose key is not in `memory` are left out.
+        `memory` maps the keys of new slices to their memory; regions of other new
+        slices are left out.
         """
         found: dict[Slice, list[Region]] = {}
         for entry in self.transfer.get("regions", ()):
@@ -111,11 +114,11 @@ def restore_copies(
     credentials: Credentials,
     nixl: Nixl | None = None,
 ) -> dict[str, Any]:
-    """Allocates memory for the slot of a leader's order and restores the slot.
+    """Allocates memory for the slot in a leader's order and restores its slices.
 
     Returns:
-        The result of `restore_into`; or `fatal`, the reason: memory could not be
-        allocated, or a newer order has arrived.
+        The result of `restore_into`; or only `fatal`, the reason of a failure: memory
+        could not be allocated, or a newer order has arrived.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -147,18 +150,18 @@ def restore_into(
     former: Sequence[ReplicaStore] = (),
     prefetched: PrefetchedSlices | None = None,
 ) -> dict[str, Any]:
-    """Carries out the restore part of a leader's order.
+    """Restores the slices of a slot as a leader's order says.
 
     Args:
-        holder: the holder of the slot in the order.
+        holder: this host's copies for the slot in the order; its memory is filled.
         order: the leader's order: generation, attempt, step, digests, items, transfers
             and regions. Its field `read` says whether own copies are read and verified
             now; otherwise the trainer verifies them when it loads them.
         host: this host's name.
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
-        nixl: reads from peers that have NIXL too.
-        former: this host's holders of former formations.
+        nixl: reads from peers that have NIXL too; None: without NIXL.
+        former: this host's copies for former assignments of slots.
         prefetched: slices that this host has fetched ahead.
 
     Returns:
@@ -195,9 +198,10 @@ def _restore(
     former: Sequence[ReplicaStore],
     prefetched: PrefetchedSlices | None,
 ) -> int:
-    """Makes the step of `order` the only step in `holder`.
+    """Makes the step of `order` the only step in `holder`, complete and verified.
 
-    Returns the number of bytes fetched from peers.
+    The arguments are those of `restore_into`. Returns the number of bytes fetched from
+    peers.
 
     Raises:
         FetchFailed: a fetch failed, an own copy is corrupt, or a slice was assembled
@@ -238,9 +242,10 @@ def _restore(
 
 
 def _planned(order: Mapping[str, Any], host: str) -> set[str]:
-    """Returns the keys of the slices that an order fetches or assembles on this host.
+    """Returns the keys of the slices that an order fetches or assembles on `host`.
 
-    A slice that the order takes whole from this host's own copy is left out.
+    `host` is this host. A slice that the order takes whole from its own copy is left
+    out.
     """
     planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
     for source in order.get("regions", ()):
@@ -258,7 +263,10 @@ def _adopt(
     former: Sequence[ReplicaStore],
     prefetched: PrefetchedSlices | None,
 ) -> list[Slice]:
-    """Fills missing slices from former formations' copies and from prefetched slices.
+    """Fills missing slices from copies that this host already has.
+
+    These are its copies for former assignments of slots (`former`) and prefetched
+    slices.
 
     A slice counts as filled only if the digests of the copied bytes are the commit's.
 
@@ -294,7 +302,7 @@ def _adopt(
 
 
 def _digests_here(holder: ReplicaStore, step: int, piece: Slice) -> bytes:
-    """Computes the digests of a slice's chunks from the bytes in memory."""
+    """Computes the digests of a slice's chunks from the bytes in this host's memory."""
     return digests_of_parts(holder.own_parts(step, piece).views, holder.chunk_bytes)
 
 
@@ -308,12 +316,14 @@ def borrow(
     credentials: Credentials,
     limit_s: float,
 ) -> None:
-    """Fetches the slices that this host's copy of a pinned step lacks; verifies them.
+    """Fetches and verifies the slices that this host lacks of a step to be exported.
 
     Args:
-        holder: this host's holder.
-        pin: the pin of the step.
-        order: step, epoch, digests and transfers.
+        holder: this host's copies.
+        pin: number of the pin, which keeps the step in memory until the export has
+            ended.
+        order: the leader's order: `step`, `epoch`, `digests` and `transfers` as in
+            `bring`.
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
 
@@ -354,15 +364,16 @@ def bring(
     Args:
         new: the memory of each slice; other slices of the order are not filled.
         order: `step`, `digests` of committed slices, `epoch` (or both `generation` and
-            `attempt`), `transfers` and `regions`.
+            `attempt`), `transfers` (whole slices to fetch) and `regions` (pieces of
+            committed slices to copy or fetch).
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
         chunk_bytes: bytes of a chunk, which has one digest.
         host: this host's name.
-        holders: this host's holders, which may have committed slices.
-        nixl: reads from peers that have NIXL too.
-        fetched: called, by one thread at a time, with the keys of the whole slices
-            that one peer has sent.
+        holders: this host's copies, which may include committed slices.
+        nixl: reads from peers that have NIXL too; None: without NIXL.
+        fetched: called, by one thread at a time, with the keys of the whole slices that
+            one peer has sent.
 
     Returns:
         Number of bytes fetched from peers. Whole chunks are fetched, so bytes beside
@@ -410,7 +421,7 @@ def bring(
 
 
 def _whole(order: FetchOrder, memory: Mapping[str, Parts]) -> list[str]:
-    """Returns the keys of the slices in `memory` that an order fetches whole.
+    """Returns the keys of those slices in `memory` that an order fetches whole.
 
     The order names the slice in `keys`, or its only region is a whole committed slice.
     """
@@ -450,7 +461,13 @@ def _take_own(
     holders: Sequence[ReplicaStore],
     chunk: int,
 ) -> None:
-    """Copies an order's regions from this host's own copies, after verifying them.
+    """Copies an order's regions out of this host's own copies, after verifying them.
+
+    Args:
+        memory: key of each new slice to the memory to fill.
+        order: the regions, and the committed slices to which they belong.
+        holders: this host's copies.
+        chunk: bytes of a chunk, which has one digest.
 
     Raises:
         FetchFailed: a copy is missing or corrupt.
@@ -485,14 +502,14 @@ def fetch_into(
     """Fetches an order's slices and regions from one peer; verifies the bytes.
 
     Args:
-        memory: slice key to the memory to fill, which is contiguous for a slice made
-            of regions. Other slices of the order are not fetched.
+        memory: key of each slice to the memory to fill, which is contiguous for a slice
+            made of regions. Other slices of the order are not fetched.
         order: the slices and regions, and the peer.
         credentials: the job's credentials.
         chunk_bytes: bytes of a chunk, which has one digest.
         limit_s: deadline in seconds.
         nixl: reads whole slices from peers that have NIXL too.
-        streams: most connections at a time.
+        streams: largest number of connections at a time.
 
     Returns:
         Number of bytes fetched and verified. Whole chunks are fetched, so bytes beside

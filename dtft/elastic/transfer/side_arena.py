@@ -40,7 +40,7 @@ class SideArena:
         """Frees the former arena; allocates another and fills it with a slot's slices.
 
         Args:
-            layout: the requested layout of the step.
+            layout: the mesh and arrays under which the step is requested.
             slot: this host's slot.
             chunk_bytes: bytes of a chunk, which has one digest.
             bring: fills and verifies the memory of each slice
@@ -83,8 +83,8 @@ class SideArena:
 class Resharding:
     """Assembles the slices of a step that this host's process requests.
 
-    Emits ("assembled", task, answer): the answer has `arena` and `digests`, or
-    `error`.
+    Emits the event ("assembled", task, answer). The answer has `arena` (path of the
+    memory) and `digests`, or `error`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Resharding:
         """Assembles and verifies the requested slices on a thread.
 
         Args:
-            task: the slot's task to which the process belongs.
+            task: this host's slot, for which the process requests the step.
             told: the leader's order, see `ReshardPlans.order_for`.
         """
         args = task, told

@@ -1,7 +1,7 @@
 """The leader's order for one host's slot, and the pushers of the slot's copies.
 
-The pushers, their shared rate limit and the host's turn in copying belong to one
-formation and end with the formation.
+A pusher sends the slot's slices to one peer. The pushers, their shared rate limit and
+the host's turn in copying end when slots are assigned anew.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +17,10 @@ from dtft.elastic.transfer.replication import Pusher, share_pace
 
 @dataclass(kw_only=True)
 class SlotTask:
-    """The leader's order for one slot in one epoch, and the slot's pushers."""
+    """The leader's order that gave this host its slot, and the slot's pushers.
+
+    A pusher sends the slot's slices to one peer that keeps copies of them.
+    """
 
     order: dict[str, Any]
     restored: dict[str, Any] | None = None
@@ -29,8 +32,8 @@ class SlotTask:
     announced: bool = False
     """Whether the trainer's layout was accepted."""
     turn: int = 0
-    """Number of steps staged under this order. Equal on all hosts, which take turns in
-    copying slices."""
+    """Number of steps that the trainer has staged (written to this host's memory) under
+    this order. Equal on all hosts, which take turns in copying slices."""
     wanted: tuple[int, int] | None = None
     """(staged, next): the last staged step, and the next step, for which the trainer
     wants buffers once the staged step is released. None if no buffers are wanted."""
@@ -55,7 +58,7 @@ class SlotTask:
         Args:
             copies: this host's copies.
             credentials: the job's credentials.
-            limit_s: seconds within which a step has to arrive.
+            limit_s: seconds within which a step has to arrive at the peers.
         """
         if not self._pushers:
             addresses = self.order["addresses"]
@@ -82,13 +85,16 @@ class SlotTask:
     def staged(
         self, step: int, interval: int, window: Mapping[str, Any] | None
     ) -> None:
-        """Counts a staged step, adapts the rate limit, and sends the step to the peers.
+        """Counts a step that the trainer has staged, and queues it for the peers.
+
+        Staged means that the trainer has written its slices to this host's memory. Also
+        adapts the rate limit of the pushers to the measured times.
 
         Args:
             step: the staged step.
             interval: steps until the trainer stages the next.
             window: the trainer's measurements since the last staged step: fields of
-                `dtft.checkpoint.replication.Window`.
+                `dtft.checkpoint.replication.Window`; None if there are none.
         """
         self.turn += 1
         if self._pace is not None and window is not None:
