@@ -117,13 +117,11 @@ class Calibration:
 
     @property
     def below(self) -> float:
-        """Width of the interval of likely times below a prediction, relative to above
-        it.
+        """How wide the prediction interval is below a prediction, relative to above.
 
-        It is passed on as `Accuracy.below`. It is 1 with past runs. Without past runs,
-        it combines two errors: the error of the fits is equally large on both sides,
-        and the error for a new program (`CARRIED_OVER`) lies mostly above the
-        prediction.
+        This is `Accuracy.below`. It is 1 with past runs. Without past runs, it combines
+        two errors: the error of the fits is equally large on both sides, and the error
+        for a new program (`CARRIED_OVER`) lies mostly above the prediction.
         """
         if self.num_runs:
             return 1.0
@@ -253,8 +251,7 @@ def _pool(pool: Pool, calibration: Calibration) -> Pool:
 
 
 def _measured(link: Link, calibration: Calibration) -> Link:
-    """Returns the calibration's measurement of a catalog link; `link` itself if it was
-    not measured."""
+    """Returns the measurement of a catalog link; `link` itself if there is none."""
     return calibration.links.get(link_key(link), link)
 
 

@@ -61,8 +61,7 @@ class Dims:
         return tuple(self.new(size) for size in shape)
 
     def find(self, number: int) -> int:
-        """Returns the number of the set that a dim is in: the lowest number of its
-        dims."""
+        """Returns the number of a dim's set: the lowest number of its dims."""
         parent = self._parent
         while parent[number] != number:
             parent[number] = parent[parent[number]]
@@ -79,8 +78,7 @@ class Dims:
         self._loop[low] |= self._loop[high]
 
     def of(self, number: int) -> Dim:
-        """Returns the sizes of the dims in a dim's set, and whether any of them has
-        `loop`."""
+        """Returns the sizes of the dims in a dim's set, and whether any has `loop`."""
         root = self.find(number)
         return Dim(sizes=tuple(sorted(self._sizes[root])), loop=self._loop[root])
 

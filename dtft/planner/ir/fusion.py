@@ -292,8 +292,7 @@ class _Fusion:
                     yield made, (into, zeros, readers[0].outputs[0])
 
     def _find_hoisted(self) -> Iterator[int]:
-        """Yields the results of broadcasts in loops that are equal in all iterations.
-        """
+        """Yields results of broadcasts in loops that are equal in all iterations."""
         varying = {inner for loop in self.graph.loops for _, inner in loop.sliced}
         for loop in self.graph.loops:
             varying.update(into for _, into, _, _ in loop.carried)
@@ -368,10 +367,10 @@ class _Fusion:
         return 0
 
     def _is_merged(self, kernel: Kernel, readers: Iterable[Kernel]) -> bool:
-        """Decides whether kernels that read the result of a row reduction also compute
-        it.
+        """Decides whether the kernels that read the result of a row reduction make it.
 
-        If so, marks these kernels (`Kernel.rows`) and returns True.
+        If so, no other kernel computes the reduction; marks these kernels
+        (`Kernel.rows`) and returns True.
 
         Args:
             kernel: the kernel of the reduction; False for any other kernel.

@@ -263,8 +263,7 @@ class _Carry:
         return self.init[index] if self.outs[index] is self.ins[index] else None
 
     def step(self, index: int) -> Any:
-        """Returns the number that one iteration adds to a carried value, by its
-        position.
+        """Returns the number that one iteration adds to the value at a position.
 
         None if unknown.
         """
@@ -562,7 +561,7 @@ class Walk:
         ]
 
     def _undivided(self, dims: Numbers, shape: Sequence[int], spec: Any) -> Numbers:
-        """Returns an array's dims, with new ones for those that a shard_map's spec
+        """Returns an array's dims, but new ones for dims that a shard_map's spec
         divides.
 
         `shape` is the array's shape on the side that the dims are returned for.
