@@ -1,4 +1,4 @@
-"""The plan: mesh, shardings, knobs, and the predicted step time and memory.
+"""The plan: mesh, shardings, further settings (knobs), and predicted time and memory.
 
 The classes here hold values only, with their JSON form.
 """
@@ -117,7 +117,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A candidate of the search: its mesh, knobs, predicted step time and memory."""
+    """A candidate of the search: its mesh, settings, predicted step time and memory."""
 
     name: str
     mesh: Mapping[str, int]
@@ -129,7 +129,7 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of the planner: mesh, shardings, knobs, and predicted time and memory.
+    """The result of the planner: mesh, shardings, settings, predicted time and memory.
 
     A search with equal inputs gives equal plans.
     """

@@ -757,7 +757,9 @@ def torus_link(of: Machine, size: int) -> Link:
 
 
 def canonical_name(name: str) -> str:
-    """Returns a name in the catalog's spelling, and in place of an alias its name.
+    """Returns the catalog's name for a name in any spelling, or for an alias.
+
+    A name that the catalog lacks is returned in the catalog's spelling.
 
     >>> canonical_name(" A100 80GB"), canonical_name("v5e")
     ('a100', 'tpu-v5e')
