@@ -1,4 +1,4 @@
-"""The plan: mesh, shardings, knobs, and the predicted step time and memory.
+"""The plan: mesh, shardings, further settings (knobs), and predicted time and memory.
 
 The classes here hold values only, with their JSON form.
 """
@@ -117,7 +117,7 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A candidate of the search: its mesh, knobs, predicted step time and memory."""
+    """A candidate of the search: its mesh, settings, predicted step time and memory."""
 
     name: str
     mesh: Mapping[str, int]
@@ -129,14 +129,15 @@ class Alternative:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The result of the planner: mesh, shardings, knobs, and predicted time and memory.
+    """The result of the planner: mesh, shardings, settings, predicted time and memory.
 
     A search with equal inputs gives equal plans.
     """
 
     entry: Literal["step", "loss"]
     """What `dtft.plan` was given: `loss` for a loss and an optimizer, `step` for a
-    whole training step. Only the same entry point can run the plan."""
+    whole training step. A plan of `loss` is run by `dtft.train.make_step`, a plan of
+    `step` by `plan.jit`."""
     mesh: Mapping[str, int]
     """Map from axis name to size, slowest-varying (outermost on the fabric) first."""
     axes: Mapping[str, AxisUse] = field(default_factory=dict)
@@ -144,21 +145,21 @@ class Plan:
     change of the number of replicas, and in older files."""
     knobs: Knobs
     state: Mapping[str, Spec]
-    """Map from the path of each state leaf (entry loss: of each parameter) to its spec.
-    The path is within the tree and lacks the argument's name."""
+    """Map from the path of each state leaf (with entry `loss`: of each parameter) to
+    its spec. The path is within the tree and lacks the argument's name."""
     batch: Mapping[str, Spec]
     """Map from the path of each leaf of the batch to its spec."""
     optimizer: Mapping[str, Spec] = field(default_factory=dict)
-    """Entry loss: map from the path of each optimizer state leaf to its spec."""
+    """With entry `loss`: map from the path of each optimizer state leaf to its spec."""
     host: tuple[str, ...] = ()
-    """Entry loss: paths of the optimizer state leaves that are kept in host memory
-    between updates; empty without the knob `offload`."""
+    """With entry `loss`: paths of the optimizer state leaves that are kept in host
+    memory between updates; empty without the knob `offload`."""
     host_bytes: int = 0
     """Bytes of host memory that each device needs for the leaves of `host`."""
     constraints: Mapping[int, Spec] = field(default_factory=dict)
-    """Map from the number of an operator to the spec of its first output. Entry step:
-    operators of the step's program. Entry loss: operators of the program of
-    `loss(params, batch)` alone, which `make_step` differentiates, accumulates and
+    """Map from the number of an operator to the spec of its first output. With entry
+    `step`: operators of the step's program. With entry `loss`: operators of the program
+    of `loss(params, batch)` alone, which `make_step` differentiates, accumulates and
     rematerializes."""
     prediction: Prediction
     memory: Mapping[str, int]
@@ -180,8 +181,9 @@ class Plan:
     """Lower bound in seconds of the step time of any plan on this cluster."""
     alternatives: tuple[Alternative, ...] = ()
     runnable: bool = True
-    """Whether the entry point and backend can run the plan; false only for a plan that
-    was made under `what_if` and has a knob that they cannot run."""
+    """Whether the plan can be run on its backend by `make_step` or `plan.jit`
+    (`entry`); false only for a plan that was made under `what_if` and has a knob that
+    they cannot run."""
     model_hash: str = ""
     cluster_hash: str = ""
     cluster: str = ""
@@ -193,14 +195,18 @@ class Plan:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that the plan needs on the fullest device: the sum of `memory`, which
-        includes a reserve that is kept free."""
+        """Bytes that the plan needs on the fullest device: the sum of `memory`.
+
+        They include a reserve that is kept free.
+        """
         return sum(self.memory.values())
 
     @property
     def mfu(self) -> float:
-        """Model FLOP utilization: `at_peak_s` as a share of the predicted step time; 0
-        if unknown."""
+        """Model FLOP utilization: `at_peak_s` as a share of the predicted step time.
+
+        0 if unknown.
+        """
         step_s = self.prediction.step_s
         return self.at_peak_s / step_s if step_s else 0.0
 
@@ -258,8 +264,10 @@ def _check(plan: Plan) -> None:
 
 
 def _check_choice(where: str, mesh: Mapping[str, int], knobs: Knobs) -> None:
-    """Checks that the axes of a mesh are known and of size 1 or more, and that
-    `microbatches` and `virtual_stages` are 1 or more.
+    """Checks a mesh and knobs: axes are known, and sizes and counts are 1 or more.
+
+    The counts are `microbatches` and `virtual_stages`. Names of fields in errors begin
+    with `where`, such as `alternatives[0].`.
 
     Raises:
         ValueError: a value is not allowed; the message names the field.

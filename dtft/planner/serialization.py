@@ -16,7 +16,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 
 
 class Twice(ValueError):
-    """Error for a key that occurs more than once in its mapping."""
+    """Error for a key that occurs more than once in a mapping of a file."""
 
 
 def mapping_once(pairs: Iterable[tuple[Any, Any]], where: str) -> dict[Any, Any]:
@@ -155,7 +155,9 @@ def _mapping(kinds: tuple[Any, ...], item: Any, where: str) -> dict[Any, Any]:
 
 
 def _key(kind: Any, name: str, where: str) -> Any:
-    """Converts the text of a JSON key to a mapping key of type `kind`.
+    """Converts the text of a JSON key, `name`, to a mapping key of type `kind`.
+
+    `where` names the mapping in errors.
 
     Raises:
         ValueError: the text is not allowed for the type.

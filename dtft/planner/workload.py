@@ -1,4 +1,4 @@
-"""The workload of a plan: a traced step, and the roles of its arrays and dims.
+"""The workload of a plan: a traced step, and what its arrays and dims stand for.
 
 `of_step` and `of_loss` trace the user's functions, without executing them, and make a
 `Workload`. A workload records which leaves are parameters, optimizer state and batch,
@@ -41,8 +41,8 @@ from dtft.planner.types import Remat
 
 
 Arrays = Mapping[frozenset[int], int]
-"""Map from the set of an array's dims to the dim that is divided first, such as the
-expert dim."""
+"""Map from the set of dims of an array to the dim that mesh axes divide first, such as
+the expert dim. Dims are numbers in `Graph.dims`."""
 
 
 def arrays_of_experts(
@@ -53,6 +53,8 @@ def arrays_of_experts(
 ) -> Arrays:
     """Finds the inputs and outputs of expert layers, each with its expert dim.
 
+    Returns a map from the set of dims of such an array to its expert dim.
+
     A mesh axis may divide both examples and experts. The axis then divides these arrays
     by expert and all other arrays by example. Examples are exchanged (all-to-all)
     before and after the experts, and each device has the weights of its own experts
@@ -61,7 +63,8 @@ def arrays_of_experts(
     Args:
         graph: a traced step or loss.
         parameters: numbers of the values that are parameters.
-        root: function from a dim to the dim that stands for it in all equal layers.
+        root: function from a dim to the dim at the same position that stands for all
+            equal layers.
         examples: dims that are not expert dims, such as the dims of examples.
 
     Source: GShard, arXiv 2006.16668, section 3.2. XLA's partitioning was read from
@@ -79,10 +82,11 @@ def arrays_of_experts(
 def _products(
     graph: Graph, parameters: Sequence[int], root: Callable[[int], int]
 ) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int]]]:
-    """Finds the matmuls in which one array has the dims of a parameter.
+    """Finds the matmuls of a program in which one array has the dims of a parameter.
 
     This array is an operand (the weights), or the result of a matmul that computes the
-    gradient of weights. Dims that a loop iterates over are left out.
+    gradient of weights. Dims that a loop iterates over are left out. The arguments are
+    those of `arrays_of_experts`.
 
     Yields:
         The sets of dims of both operands and the result, and the set of dims of the
@@ -105,9 +109,10 @@ def _products(
 
 
 def sources(graph: Graph) -> dict[int, int]:
-    """Maps arguments, and converted, transposed or sliced arguments, to the arguments.
+    """Finds the values that are an argument, or a converted or sliced argument.
 
-    Values inside of loops are included.
+    Transposed and otherwise relabelled arguments, and values inside of loops, are
+    included.
 
     Returns:
         Map from the number of a value to the number of the argument's value.
@@ -210,8 +215,10 @@ def passes(graph: Graph) -> dict[int, int]:
 
 
 def read_by_model(graph: Graph) -> set[int]:
-    """Finds the arguments that the forward or backward pass reads, whole or in slices;
-    returns the numbers of their values."""
+    """Finds the arguments that the forward or backward pass reads, whole or in slices.
+
+    Returns the numbers of their values.
+    """
     inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
     found: set[int] = set()
     for operator in graph.operators:
@@ -226,13 +233,16 @@ def read_by_model(graph: Graph) -> set[int]:
 def arrays_of_weights(
     parameters: Sequence[Sequence[int]], loops: Container[int]
 ) -> Arrays:
-    """Finds the arrays with the dims of a parameter, each with its first divided dim.
+    """Finds the arrays with the dims of a parameter, and which dim axes divide first.
 
-    The first divided dim is the dim that the fewest parameters have: a layer's inner
-    width, not the width that all layers share. So if one axis divides both widths, the
-    two matmuls of a layer work on the same part of the inner width. If the shared width
-    were divided first, XLA would gather the array between the two matmuls: up to 16 GiB
-    in compiled steps.
+    Returns a map from the set of dims of each parameter of several dims, with and
+    without dims in `loops`, to this dim.
+
+    This is the dim that the fewest parameters have: a layer's inner width, not the
+    width that all layers share. So if one axis divides both widths, the two matmuls of
+    a layer work on the same part of the inner width. If the shared width were divided
+    first, XLA would gather the array between the two matmuls: up to 16 GiB in compiled
+    steps.
 
     The keys are sets of dims, so they also match a gradient whose dims JAX gives in
     another order than the parameter's.
@@ -266,42 +276,49 @@ Role = Literal["parameter", "optimizer", "batch"]
 _ROLES: Mapping[str, Role] = {
     "params": "parameter", "optimizer": "optimizer", "batch": "batch",
 }  # fmt: skip
-"""For entry loss: map from the first part of an argument's path to its role."""
+"""With entry `loss`: map from the first part of an argument's path to its role."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Workload:
-    """A traced training step, with the roles of its arrays and dims."""
+    """A traced training step, and what its arrays and dims stand for.
+
+    `entry` says what the user gave: a whole step, or a loss and an optimizer. `graph`
+    is the traced step.
+    """
 
     entry: Literal["step", "loss"]
     graph: Graph
     alias: Mapping[int, int]
-    """Map from a dim to the dim that stands for it in all equal layers."""
+    """Map from a dim of any layer to the dim at the same position that stands for all
+    equal layers."""
     roles: Mapping[str, Role]
-    """Map from the path of each argument's leaf to its role: parameter, optimizer
-    (state) or batch."""
+    """Map from the path of each argument's leaf to its role: `parameter`, `optimizer`
+    (state) or `batch`."""
     program: Graph
     """Graph with the operators that `Plan.constraints` refers to by number: that of the
-    loss alone for entry loss, `graph` itself for entry step."""
+    loss alone with entry `loss`, `graph` itself with entry `step`."""
     again: Callable[[Remat], Graph] | None = None
-    """Function that traces the step with rematerialization; None for entry step."""
+    """Function that traces the step with rematerialization; None with entry `step`."""
     software: Software = XLA
     """The software that runs the step."""
 
     def root(self, dim: int) -> int:
-        """Returns the dim that stands for a dim in all equal layers (`alias`)."""
+        """Returns the dim that stands for a dim and its equals in all equal layers."""
         return self.alias.get(dim, dim)
 
     @cached_property
     def groups(self) -> tuple[OpGroup, ...]:
-        """Groups of operators whose cost is computed once for each group."""
+        """Groups of operators of equal cost, which is computed once for each group."""
         fuses = self.software.fuses
         return group_operators(self.graph, self.alias, fuses=fuses)
 
     @cached_property
     def batch_dims(self) -> tuple[int, ...]:
-        """Dims that index examples: the first dim of each batch leaf, if its size is
-        above 1."""
+        """Dims that index examples: the first dim of each batch leaf.
+
+        Dims of size 1 are left out.
+        """
         return self._of_batch(0)
 
     @cached_property
@@ -316,16 +333,20 @@ class Workload:
 
     @cached_property
     def expert_arrays(self) -> Arrays:
-        """Inputs and outputs of expert layers: map from the set of an array's dims to
-        its expert dim."""
+        """Inputs and outputs of expert layers.
+
+        The map is from the set of an array's dims to its expert dim.
+        """
         known = {*self.batch_dims, *self.sequence_dims}
         parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
         return arrays_of_experts(self.graph, parameters, self.root, known)
 
     @cached_property
     def weights(self) -> Arrays:
-        """Arrays with the dims of a parameter: map from the set of these dims to the
-        dim that is divided first."""
+        """Arrays with the dims of a parameter.
+
+        The map is from the set of these dims to the dim that mesh axes divide first.
+        """
         return arrays_of_weights(self._dims_of_parameters, self.loop_dims)
 
     @cached_property
@@ -348,25 +369,29 @@ class Workload:
 
     @property
     def is_batch_alike(self) -> bool:
-        """Whether all batch leaves with several rows have equally many rows, as
-        microbatches require."""
+        """Whether all batch leaves with several rows have equally many rows.
+
+        Microbatches require this.
+        """
         dims = [self.graph.dims[dim] for dim in self.batch_dims]
         return len({dim.sizes[0] for dim in dims}) < 2
 
     @cached_property
     def passes(self) -> Mapping[str, int]:
-        """Map from the path of each argument's leaf to the number of passes that read
-        the leaf."""
+        """The number of passes that read each leaf of the arguments, by its path.
+
+        The passes are forward and backward.
+        """
         found = passes(self.graph)
         return {path: found[index] for path, index in self.graph.inputs.items()}
 
     @cached_property
     def loop_dims(self) -> frozenset[int]:
-        """Dims that loops iterate over."""
+        """Dims that loops iterate over, such as a dim of stacked layers."""
         return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
 
     def changes(self, path: str) -> bool:
-        """Returns whether a step changes the argument's leaf at a path.
+        """Returns whether a step changes the leaf of its arguments at a path.
 
         False if the step's result has the same value at this path.
         """
@@ -385,10 +410,11 @@ class Workload:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rematerialized(self, remat: Remat) -> "Workload":
-        """Returns the same workload with the loss rematerialized.
+        """Returns the same workload with parts of the loss recomputed (`remat`).
 
         Raises:
-            ValueError: the entry is `step`, whatever `remat` is.
+            ValueError: the workload was made of the user's whole step, whatever `remat`
+                is.
         """
         if self.again is None:
             raise ValueError(
@@ -418,8 +444,9 @@ class Workload:
         return ShardingAssignment(axes=axes, first=self._first(division))
 
     def _first(self, division: ShardingAssignment) -> Arrays:
-        """Returns the inputs and outputs of the program's expert layers, each with its
-        expert dim.
+        """Returns the inputs and outputs of the program's expert layers.
+
+        The map is from the set of an array's dims to its expert dim.
 
         Empty if `division.first` has no input or output of an expert layer of `graph`.
         """
@@ -455,8 +482,8 @@ def of_step(step: Callable[..., Any], state: Any, batch: Any) -> Workload:
     """Traces a user's whole training step: `step(state, batch) -> (state, ...)`.
 
     The step may also return the state alone. A leaf of the state that the forward or
-    backward pass reads has the role `parameter`; the other leaves of the state have the
-    role `optimizer`.
+    backward pass reads counts as a parameter, any other leaf of the state as optimizer
+    state.
     """
 
     def named(state: Any, batch: Any) -> Any:

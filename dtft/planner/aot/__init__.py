@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of a plan with XLA, and comparison with the prediction.
 
-* `compile`: lowers candidates, and compiles them for devices that this machine lacks.
+* `compile`: lowers candidates (plans that may be chosen), and compiles them for devices
+  that this machine lacks.
 * `worker`: the child process that compiles.
 * `gpu_targets`: descriptions of GPUs for XLA's compiler.
 * `hlo`: collectives and groups in the text of a compiled program.

@@ -32,14 +32,16 @@ class Memory:
 
     @property
     def floor(self) -> int:
-        """Bytes of arguments and of outputs that are not aliased; a step needs at least
-        these bytes on every backend."""
+        """Bytes of arguments and of outputs that are not aliased.
+
+        A step needs at least these bytes on every backend.
+        """
         return self.arguments + self.outputs - self.aliased
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """Collectives and memory of a compiled candidate."""
+    """Collectives and memory of a compiled candidate (a plan that may be chosen)."""
 
     name: str
     target: str
@@ -62,7 +64,7 @@ class Compiled:
 
 @dataclass(frozen=True, kw_only=True)
 class CompileFailure:
-    """A candidate that could not be compiled."""
+    """A candidate that could not be compiled, with the reason."""
 
     name: str
     reason: str
@@ -70,7 +72,7 @@ class CompileFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a plan fits, and the estimate that decides."""
+    """Whether a plan fits the memory of a device, and the estimate that decides."""
 
     fits: bool
     needed_bytes: int
@@ -82,9 +84,9 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Bytes of one kind of collective along the same axes in a step.
+    """Bytes in a step of one kind of collective along the same mesh axes.
 
-    The bytes that the plan predicts, and the bytes of the compiled program.
+    Both the bytes that the plan predicts and the bytes found in the compiled program.
     """
 
     kind: str
@@ -92,11 +94,13 @@ class Agreement:
     predicted_bytes: int
     found_bytes: int
     exceptions: tuple[str, ...] = ()
-    """Reasons why the two numbers may differ although the plan is right."""
+    """Reasons why both numbers may differ although the plan is right."""
 
     @property
     def difference(self) -> float:
-        """(predicted - found) / found; 0 if both are 0, infinite if only found is 0.
+        """Relative error of the predicted bytes: (predicted - found) / found.
+
+        0 if both are 0, infinite if only `found_bytes` is 0.
 
         >>> one = Agreement(kind="permute", axes=("a",), predicted_bytes=99,
         ...                 found_bytes=100)
@@ -181,7 +185,7 @@ def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
 def agreements(
     predicted: Iterable[Collective], compiled: Compiled
 ) -> tuple[Agreement, ...]:
-    """Compares predicted collectives with those of the compiled program (`compare`).
+    """Compares predicted collectives with compiled ones, as `compare` does.
 
     The predicted collectives need not be in a plan.
     """
@@ -221,6 +225,12 @@ def _exchange(
     XLA's CPU backend has no reduce-scatter. XLA's GPU backend replaces an all-reduce by
     a reduce-scatter if only a part of the result is read. Both add up the same operand,
     so the bytes are equal.
+
+    Args:
+        wanted: predicted bytes by kind of collective and mesh axes; changed in place.
+        found: bytes of the compiled program by kind and axes.
+        notes: exceptions by kind and axes; gets one where bytes were moved.
+        axes: the mesh axes to match.
     """
     for first, second in itertools.permutations(("all_reduce", "reduce_scatter")):
         planned, real = (first, axes), (second, axes)

@@ -1,4 +1,4 @@
-"""Compiles candidates ahead of time, for devices that this machine does not have.
+"""Compiles candidate plans ahead of time, for devices that this machine lacks.
 
 This process traces and lowers a step over a mesh without devices. The result is a
 module of StableHLO with shardings and donations, as `jit` would pass it to XLA. A child
@@ -31,7 +31,7 @@ memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class LoweredStep:
-    """A lowered step with its shardings, as the child process compiles it."""
+    """A candidate's step, lowered with its shardings: what a child process compiles."""
 
     name: str
     mesh: Mapping[str, int]
@@ -90,10 +90,10 @@ def lower(
 
 
 def platform_of(target: str) -> str:
-    """Returns JAX's name of the platform of a target: `cpu`, or `cuda` for a GPU.
+    """Returns JAX's name of the platform to compile for: `cpu`, or `cuda` for a GPU.
 
     Raises:
-        ValueError: the target is unknown.
+        ValueError: `target` is neither `cpu` nor a name of `gpu_targets.GPU_TARGETS`.
     """
     return "cpu" if target == "cpu" else gpu_targets.gpu_target(target).platform
 
@@ -142,11 +142,11 @@ def compile_all(
     deadline_s: float = 60.0,
     coming: Sequence[tuple[str, int]] = (),
 ) -> tuple[Compiled | CompileFailure, ...]:
-    """Compiles candidates in child processes, several at a time.
+    """Compiles candidate plans in child processes, several at a time.
 
     If `candidates` is a generator, children compile while it makes the next candidate.
-    Each child compiles for one target and number of devices. A child that crashed is
-    replaced.
+    Each child compiles for one target (`cpu` or a GPU) and number of devices. A child
+    that crashed is replaced.
 
     Args:
         candidates: results of `lower`, for meshes of any size.
@@ -173,10 +173,11 @@ def compile_all(
 
 
 class _CompileQueue:
-    """Gives candidates to child processes that compile.
+    """Gives candidate plans to child processes that compile, and collects the results.
 
-    All children have the same target and number of devices. For a candidate with
-    another target or number, the children finish their candidates and are replaced.
+    All children compile for the same target (`cpu` or a GPU) and number of devices. For
+    a candidate with another target or number, the children finish their candidates and
+    are replaced.
     """
 
     def __init__(self, deadline_s: float) -> None:
@@ -194,8 +195,9 @@ class _CompileQueue:
     def start(self, coming: Sequence[tuple[str, int]]) -> None:
         """Starts children before the first candidate is made.
 
-        Starts one child for each entry that equals the first entry, among the first
-        `_num_children()` entries of `coming`.
+        `coming` has the target and number of devices of each candidate. Starts one
+        child for each entry that equals the first, up to the largest number of
+        children.
         """
         for devices in coming[: _num_children()]:
             if devices == coming[0]:
@@ -223,7 +225,7 @@ class _CompileQueue:
         self._give(most=2)
 
     def _give(self, most: int) -> None:
-        """Gives held candidates to children that have fewer than `most` candidates."""
+        """Gives waiting candidates to children that have fewer than `most` of them."""
         while self._held:
             lane = min(self._lanes, key=lambda lane: lane.num_waiting)
             if lane.num_waiting >= most:
@@ -231,7 +233,7 @@ class _CompileQueue:
             lane.add(*self._held.popleft())
 
     def finish(self) -> None:
-        """Waits until all candidates have results, in any order."""
+        """Waits until all candidates that were added have results."""
         self._give(most=1)
         while busy := [lane for lane in self._lanes if lane.num_waiting]:
             wait_for_any([lane.child for lane in busy])
@@ -248,8 +250,8 @@ class _CompileQueue:
 class _Lane:
     """One child process, and the candidates sent to it that have no result yet.
 
-    If the child crashes, its first candidate is a failure. A new child gets the other
-    candidates.
+    If the child crashes, the first of these candidates gets a failure as its result,
+    and a new child gets the others.
     """
 
     def __init__(self, devices: tuple[str, int], end: float, deadline_s: float) -> None:
@@ -267,9 +269,10 @@ class _Lane:
         self._send(candidate)
 
     def collect(self, results: dict[int, Compiled | CompileFailure]) -> None:
-        """Adds the answers that have arrived to `results`, without waiting.
+        """Adds the results that have arrived to `results`, without waiting.
 
-        Replaces the child if it has crashed.
+        The keys are the numbers of the candidates. Replaces the child if it has
+        crashed.
         """
         while self._waiting and self.child.has_answer():
             answer = self.child.receive()

@@ -120,14 +120,14 @@ def gpu_target(name: str) -> GpuTarget:
 
 
 def is_gpu_compiler_installed() -> bool:
-    """Returns whether XLA's GPU compiler is installed; does not load the compiler."""
+    """Returns whether XLA's GPU compiler is installed, without loading it."""
     return any(_found(plugin) for plugin in PLUGINS)
 
 
 def load_gpu_compiler() -> None:
     """Registers XLA's GPU compiler with JAX in this process.
 
-    JAX reports an error on a second registration.
+    Must be called once only: JAX reports an error on a second registration.
 
     Raises:
         ImportError: the compiler is not installed; the message says how to install it.
@@ -150,6 +150,8 @@ def load_gpu_compiler() -> None:
 
 def fake_gpus(gpu: GpuTarget, count: int, per_host: int = 8) -> Sequence[Any]:
     """Makes `count` devices of a GPU type to compile for, without real GPUs.
+
+    They are on hosts of `per_host` GPUs, or on one host if there are fewer.
 
     Raises:
         ImportError: the compiler is not installed; the message says how to install it.

@@ -53,7 +53,7 @@ class Operation:
     """The result; for a tuple, each array of the tuple."""
     operands: tuple[str, ...]
     attributes: str
-    """Text after the operands: groups, called computations, metadata."""
+    """Text after the operands: device groups, called computations, metadata."""
 
     @property
     def called(self) -> tuple[str, ...]:
@@ -69,8 +69,10 @@ class Operation:
 
     @property
     def trips(self) -> int | None:
-        """Number of runs of the body of a while loop; None if XLA does not know the
-        number, or the operation is no while loop."""
+        """Number of times that the body of a while loop runs.
+
+        None if XLA does not know the number, or the operation is no while loop.
+        """
         found = _TRIPS.search(self.attributes)
         return int(found[1]) if found else None
 
@@ -86,16 +88,16 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class HloProgram:
-    """A compiled program."""
+    """The operations of a compiled program, by the name of their computation."""
 
     computations: Mapping[str, tuple[Operation, ...]]
     entry: str
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Operations of the entry computation.
+        """Operations of the entry computation, which runs the program.
 
-        The operations of a called computation stand in place of the `call`.
+        A `call` is replaced by the operations of the computation that it calls.
         """
         return tuple(self._run_by(self.entry))
 
@@ -194,8 +196,9 @@ _PERMUTED = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?$")
 
 
 def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
-    """Reads the device groups of a collective, or the (source, target) pairs of a
-    permutation.
+    """Reads the device groups of a collective from its text.
+
+    Of a permutation, reads the (source, target) pairs of devices.
 
     >>> groups_of("channel_id=1, replica_groups={{0,1},{2,3}}, x=1", {"a": 4})
     ((0, 1), (2, 3))
@@ -233,11 +236,12 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
 def axes_of(
     groups: Groups, mesh: tuple[tuple[str, int], ...]
 ) -> tuple[tuple[str, ...], int]:
-    """Finds the mesh axes along which members of a group differ, and the group size.
+    """Finds the mesh axes along which a collective communicates, and the group size.
 
-    The size is the number of devices of the largest group. It is smaller than the
-    product of the axes' sizes if the group has only a part of an axis. For (source,
-    target) pairs it is 2.
+    `groups` has the device numbers of each group. Members of a group differ in their
+    position along the returned axes. The size is the number of devices of the largest
+    group. It is smaller than the product of the axes' sizes if the group has only a
+    part of an axis. For (source, target) pairs it is 2.
 
     >>> axes_of(((0, 2), (1, 3)), (("data", 2), ("tensor", 2)))
     (('data',), 2)
@@ -297,10 +301,13 @@ def _along_axes(axes: str, devices: str | None, chosen: str) -> Groups:
 
 
 def _part(text: str) -> tuple[str, int, int]:
-    """Reads a part of an axis, such as `'x':(2)4`.
+    """Reads a part of a mesh axis, such as `'x':(2)4`, from the groups of a collective.
 
     Returns the axis, the product of the sizes of the axis's earlier parts, and the size
     of the part; 1 and 0 if the text names a whole axis.
+
+    Raises:
+        ValueError: the text is neither an axis nor a part of one.
     """
     found = re.fullmatch(r"\s*'?([^':]+)'?(?::\((\d+)\)(\d+))?\s*", text)
     if not found:
@@ -309,8 +316,10 @@ def _part(text: str) -> tuple[str, int, int]:
 
 
 def _devices(text: str | None, shape: Sequence[int]) -> np.ndarray:
-    """Reads the device numbers of an XLA mesh, in the mesh's shape; ascending if the
-    text gives no order."""
+    """Reads the device numbers of an XLA mesh, in the mesh's shape.
+
+    They are ascending if the text gives no order.
+    """
     found = _PERMUTED.match(text) if text else None
     if text and not found:
         return np.asarray(_numbers(text)).reshape(shape)
@@ -371,9 +380,9 @@ def collectives(text: str, mesh: Mapping[str, int]) -> tuple[CompiledCollective,
     """Finds the collectives that a program runs, in the order of the program's text.
 
     An operation `-start` and its `-done` are one collective. A collective of several
-    arrays is one item, with the sum of their bytes. In loops, `trips` is the product of
-    the trip counts. Of a conditional, only the collectives of the branch with the most
-    bytes are returned. Collectives in groups of a single device are left out.
+    arrays is one result, with the sum of their bytes. In loops, `trips` is the product
+    of the trip counts. Of a conditional, only the collectives of the branch with the
+    most bytes are returned. Collectives in groups of a single device are left out.
 
     Args:
         text: text of `Compiled.as_text()`, for a program over all devices of `mesh`.
@@ -446,8 +455,13 @@ def _collective(
 def _own_bytes(
     program: HloProgram, lines: Mapping[str, Operation], line: Operation
 ) -> int:
-    """Counts the bytes of a collective's operands in their types before XLA widened
-    them."""
+    """Counts the bytes of a collective's operands before XLA widened their types.
+
+    Args:
+        program: the compiled program.
+        lines: the operations of the collective's computation, by name.
+        line: the collective.
+    """
     if "promoted" in line.attributes:  # XLA's mark of a sum in a wider type
         return sum(lines[name].num_bytes for name in line.operands) // 2
     return sum(
@@ -459,10 +473,10 @@ def _own_bytes(
 def _is_widened(
     program: HloProgram, lines: Mapping[str, Operation], maker: Operation
 ) -> bool:
-    """Returns whether a 32-bit value was converted from a 16-bit value.
+    """Returns whether the value that an operation makes was widened from 16 to 32 bits.
 
-    Follows the value back through operations that only move elements (`_RENAMES`), and
-    into fusions.
+    Follows the value back from `maker` through operations that only move elements
+    (`_RENAMES`), and into fusions.
     """
     while True:
         if maker.opcode == "fusion":

@@ -44,14 +44,16 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 
 
 def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """Compiles in a fork, and kills the fork once XLA has assigned buffers.
+    """Compiles in a fork of this process, and kills the fork once buffers are assigned.
+
+    XLA has then written the program and its memory; machine code is not needed.
 
     This process must not have a client of XLA with threads, such as the client of CPU
     devices, because a fork does not have the threads of its parent.
 
     Args:
-        compiled: function that compiles with further XLA options, and returns a dict
-            with `text`, `memory` and `seconds`, or the text of an error.
+        compiled: function that compiles with the given further XLA options, and returns
+            a dict with `text`, `memory` and `seconds`, or the text of an error.
 
     Returns:
         A dict with `text`, `memory` and `seconds`, made from the files that XLA wrote.
@@ -97,7 +99,10 @@ def assigned(text: str) -> dict[str, int]:
 def _compile_and_end(
     compiled: Callable[[Mapping[str, Any]], Any], folder: Path
 ) -> None:
-    """Compiles in the forked process, writes the result, and ends the process."""
+    """Compiles in the forked process, writes the result, and ends the process.
+
+    XLA writes its files to `folder`, too.
+    """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
@@ -113,9 +118,9 @@ def _end_with(parent: int) -> None:
 
 
 def _await(process: int, folder: Path) -> str:
-    """Waits until XLA has written its files (`_is_written`), and kills the process.
+    """Waits until XLA has written its files to `folder`, and kills the process.
 
-    Returns '', or a text with the exit code if the process ended before the kill.
+    Returns '', or a text with the exit code if the process ended before.
     """
     while not _is_written(process, folder):
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -129,9 +134,9 @@ def _await(process: int, folder: Path) -> str:
 
 
 def _is_written(process: int, folder: Path) -> bool:
-    """Returns whether XLA has written and closed its files.
+    """Returns whether XLA has written its files, and `process` has closed them.
 
-    The files have the program, the buffer assignment and a memory report.
+    The files, in `folder`, have the program, the buffer assignment and a memory report.
     """
     found = [list(folder.glob(pattern)) for pattern in (_REPORT, _PROGRAM, _BUFFERS)]
     if not all(found) or len({len(files) for files in found}) > 1:
@@ -158,7 +163,8 @@ class CompileResult(TypedDict):
 
 
 Answer = CompileResult | str
-"""Result of a compilation, or the text of an error."""
+"""What a child sends for a module: the result of its compilation, or the text of an
+error."""
 
 _Devices = Callable[[], Sequence[Any]]
 
@@ -178,9 +184,9 @@ XLA's autotuner then takes cuBLAS; without a GPU there is no autotuner, and XLA 
 
 
 def main(link: Connection, target: str, num_devices: int) -> None:
-    """Compiles each module from `link` and sends an answer; never returns.
+    """Compiles each module from `link` and sends back the result; never returns.
 
-    `_listen` ends the process when `link` is closed.
+    The process ends when the other end of `link` is closed.
     """
     modules: SimpleQueue[tuple[bytes, dict[str, int]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(link, modules), daemon=True).start()
@@ -207,10 +213,9 @@ def _listen(
 
 
 def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
-    """Returns a function that makes the devices, and the text of an error or ''.
+    """Returns a function that makes the devices to compile for, and '' or an error.
 
-    GPU descriptions are made once. CPU devices have threads, so each fork makes new
-    CPU devices.
+    Fake GPUs are made once. CPU devices have threads, so each fork makes new ones.
     """
     import jax
     import jax.extend.backend  # imported once here, not in each fork
@@ -228,10 +233,10 @@ def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
 
 @gc_paused()
 def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
-    """Reads the collectives from the text of a compiled program.
+    """Finds the collectives in a compiled program; adds them to the result.
 
-    The text of an error is returned unchanged. The child reads the program, because
-    the megabytes of text are too much to send over the pipe.
+    An error is passed on as its text. The child does this, because the megabytes of the
+    program's text are too much to send over the pipe.
     """
     if isinstance(compiled, str):
         return compiled
@@ -250,9 +255,11 @@ def _compile(
     options: Mapping[str, Any],
     retry: Mapping[str, Any],
 ) -> dict[str, Any] | str:
-    """Compiles a module; after an internal error of XLA again, with options in `retry`.
+    """Compiles a module for devices that `devices` makes, with XLA's `options`.
 
-    If `retry` is empty or does not help, the first error is returned.
+    After an internal error of XLA, compiles it once more with `retry` as further
+    options. If `retry` is empty or does not help, the text of the first error is
+    returned.
     """
 
     def compiled(options: Mapping[str, Any]) -> dict[str, Any] | str:
@@ -351,7 +358,7 @@ class Child:
             return None
 
     def stop(self) -> str:
-        """Kills the process; returns the last `TAIL` characters of its output.
+        """Kills the process; returns the end of its output, at most `TAIL` characters.
 
         Returns a text with the exit code if there is no output.
         """
@@ -371,13 +378,14 @@ class Child:
 def wait_for_any(children: Sequence[Child]) -> None:
     """Waits until one child has an answer or has ended.
 
-    The wait ends at a child's deadline at the latest, because the child is then killed.
+    The wait is over at a child's deadline at the latest, because the child is then
+    killed.
     """
     connection.wait([child._link for child in children])
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    """Makes the environment of a child: fake CPU devices, and huge pages for glibc.
+    """Makes a child's environment, for fake CPU devices and for huge pages of glibc.
 
     Also makes this package importable, and restricts JAX to CPU. Other variables,
     except JAX_NUM_CPU_DEVICES, are copied from this process.

@@ -39,7 +39,7 @@ _HMC = "hmc-tech.com's table of the GPU"
 _LOCKWOOD = "glennklockwood.com/garden/processors"
 _GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, launch_s=4e-6, misaligned=0.5)
 """Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100; the other
-scalars are assumed."""
+figures are assumed."""
 _TPU = Efficiency(e0=0.8, x0=0.0, memory=0.85, launch_s=1e-6)
 """Efficiency of TPUs, assumed. Launches are short, because a TPU program launches its
 operators on the device."""
@@ -516,7 +516,8 @@ GIB = 2**30
 class Machine:
     """A kind of host, such as a DGX H100, or a kind of TPU pod; with its links.
 
-    `device` names a device type of the catalog; the link fields name its links.
+    `device` is the name of its device type in the catalog, `inside`, `outside`,
+    `host_link` and `on_chip` are names of links in the catalog.
     """
 
     device: str
@@ -743,7 +744,7 @@ def link(name: str) -> Link:
 
 
 def torus_link(of: Machine, size: int) -> Link:
-    """Returns the link along a torus dimension of a given size.
+    """Returns the link along a torus dimension of `size` devices in machine `of`.
 
     A dimension that is no ring has half the bandwidth: its end devices send in one
     direction only.
@@ -756,7 +757,9 @@ def torus_link(of: Machine, size: int) -> Link:
 
 
 def canonical_name(name: str) -> str:
-    """Normalizes a name to the catalog's spelling and resolves aliases.
+    """Returns the catalog's name for a name in any spelling, or for an alias.
+
+    A name that the catalog lacks is returned in the catalog's spelling.
 
     >>> canonical_name(" A100 80GB"), canonical_name("v5e")
     ('a100', 'tpu-v5e')
@@ -820,7 +823,10 @@ these devices. Used for names that the catalog lacks."""
 
 
 def _platform(name: str) -> Platform | None:
-    """Finds the platform of a device or machine by its name; None if unknown."""
+    """Finds the platform, such as `cuda`, of a device or machine by its name.
+
+    None if the name tells none.
+    """
     known = canonical_name(name)
     if known in MACHINES:
         return DEVICES[MACHINES[known].device].platform

@@ -17,9 +17,10 @@ from typing import Any, Literal, get_args
 INTERVAL_SHARE = 0.8
 """Share of measured step times that prediction intervals are meant to hold."""
 UNCALIBRATED: Mapping[str, float] = {"compute": 0.407, "collectives": 0.814}
-"""Relative errors with the catalog's figures (level 0), by term; all terms but
-`collectives` have the error of `compute`. Derived, like `CARRIED_OVER`, from the rows
-of published tables that no fit saw (`experiments/public_measurements.py`)."""
+"""Relative errors of predictions with the catalog's figures (level 0), by term of a
+prediction; all terms but `collectives` have the error of `compute`. Derived, like
+`CARRIED_OVER`, from the rows of published tables that no fit saw
+(`experiments/public_measurements.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,16 @@ class Accuracy:
     other terms. With these errors of the terms, the interval holds `INTERVAL_SHARE` of
     measured step times, and half of the other step times are above the interval."""
     below: float = 1.0
-    """Width of the interval below the prediction, relative to the width above."""
+    """Width of the prediction interval below the prediction, relative to the width
+    above."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Map from a term to its factor fitted to past runs; other terms have the factor
-    1."""
+    """Map from a term of a prediction to its factor fitted to past runs; other terms
+    have the factor 1."""
 
     def scale(self, term: str) -> float:
-        """Returns the factor of a term that was fitted to past runs; 1 by default.
+        """Returns the factor of a term, such as `compute`, fitted to past runs.
+
+        1 for a term without a fit.
 
         >>> learnt = Accuracy(scales={"compute": 1.5})
         >>> learnt.scale("compute"), learnt.scale("launch")
@@ -48,13 +52,13 @@ class Accuracy:
         return self.scales.get(term, 1.0)
 
     def interval_s(self, terms: Mapping[str, float]) -> tuple[float, float]:
-        """Computes the interval of a step's time from the errors of its terms.
+        """Computes an interval of a step's time from the errors of its terms.
 
         The error of `collectives` and that of all other terms together are assumed to
         be independent of each other.
 
         Args:
-            terms: seconds by term.
+            terms: predicted seconds by term, such as `compute`.
 
         Returns:
             The lower end, at least 0, and the upper end, in seconds.
@@ -93,7 +97,7 @@ Platform = Literal["cpu", "cuda", "rocm", "tpu", "other"]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Scalars for a device's speed relative to its data sheet.
+    """How fast a device is relative to its data sheet, in measured or assumed figures.
 
     The catalog has typical values; calibration fits most of them to measured times. A
     matmul of x rows that fills all tiles and cores reaches the share e0 x / (x + x0) of
@@ -171,10 +175,10 @@ class ProductRate:
     wanted: str
     """The dtype that the product is computed in (`DeviceType.computed_in`)."""
     priced_as: str
-    """The entry of `DeviceType.peak_flops` that is used."""
+    """The dtype in `DeviceType.peak_flops` whose peak is used."""
     listed: bool
-    """Whether `wanted` has a listed peak; formats of float8, or of float4, share
-    one."""
+    """Whether `DeviceType.peak_flops` has a peak for `wanted`; formats of float8, or of
+    float4, share one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +228,7 @@ class DeviceType:
             )
 
     def peak(self, dtype: str, precision: str = "") -> float:
-        """Returns the peak FLOP/s of matmuls and convolutions of a dtype (`rate`).
+        """Returns the peak FLOP/s of matmuls and convolutions of a dtype (from `rate`).
 
         >>> peaks = {"float16": 125.0, "float32": 15.7}
         >>> device = DeviceType(name="d", platform="cuda", memory_bytes=1,
@@ -245,7 +249,8 @@ class DeviceType:
 
         Args:
             dtype: dtype of the operands.
-            precision: `Operator.precision`.
+            precision: JAX's precision of the product (`Operator.precision`); '' for the
+                default.
         """
         if (known := self._rates.get((dtype, precision))) is None:
             known = self._rates[dtype, precision] = self._rate(dtype, precision)
@@ -294,13 +299,14 @@ class DeviceType:
         return text
 
     def computed_in(self, dtype: str, precision: str = "") -> tuple[str, int]:
-        """Returns the dtype that a product is computed in, and in how many passes.
+        """Returns the dtype that a matmul is computed in, and the number of passes.
 
-        JAX's levels of precision matter for float32 only (`jax.lax.Precision`). On a
-        GPU with TensorFloat-32, all levels but `highest` use TensorFloat-32. On TPU,
-        `high` takes 3 and `highest` 6 passes in bfloat16. The default level on TPU is
-        returned as one pass in float32, because the listed float32 peak of TPUs is that
-        of one bfloat16 pass.
+        `dtype` is that of the operands, and each pass is a matmul of the returned
+        dtype. Convolutions are computed alike. JAX's levels of `precision` matter for
+        float32 only (`jax.lax.Precision`). On a GPU with TensorFloat-32, all levels but
+        `highest` use TensorFloat-32. On TPU, `high` takes 3 and `highest` 6 passes in
+        bfloat16. The default level on TPU is returned as one pass in float32, because
+        the listed float32 peak of TPUs is that of one bfloat16 pass.
 
         >>> peaks = {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}
         >>> a100 = DeviceType(name="d", platform="cuda", memory_bytes=1,
@@ -352,7 +358,7 @@ for bfloat16."""
 
 
 def _family(dtype: str) -> str:
-    """Returns `float8` or `float4` for any format of these; other dtypes unchanged.
+    """Returns `float8` or `float4` for any format of these, and other dtypes unchanged.
 
     Data sheets have one peak for all formats of float8, and one for float4.
 
@@ -422,8 +428,8 @@ class Link:
     """Origin of the figures."""
     measured: Mapping[CollectiveKind, Mapping[int, Curve]] = field(default_factory=dict)
     """Map from a kind of collective to its measured curves, by number of devices. An
-    all-reduce, for example, is faster where the switch computes the sums. Other kinds
-    use `curve`."""
+    all-reduce, for example, is faster where the switch computes the sums. Kinds that
+    are not in the map use `curve`."""
     meeting: Mapping[int, float] = field(default_factory=dict)
     """Sync skew: extra seconds of a collective after computation, by number of devices.
     Participants arrive at different times, and waiting threads must be woken. Empty
@@ -463,7 +469,7 @@ class Link:
             )
 
     def curve_of(self, kind: CollectiveKind, num_devices: float) -> Curve:
-        """Returns the curve of a kind of collective among a number of devices.
+        """Returns the transfer times of a collective among a number of devices.
 
         Between two measured numbers of devices, their curves are interpolated by the
         logarithm of the number. Outside the measured range the nearest measured curve
@@ -476,9 +482,10 @@ class Link:
         return _between(curves[low], curves[high], share) if share else curves[low]
 
     def sync_skew_s(self, num_devices: float) -> float:
-        """Interpolates the sync skew in seconds for a number of devices from `meeting`.
+        """Returns the seconds that devices wait for each other at a collective.
 
-        Returns 0 for one device, or if `meeting` is empty.
+        Interpolated from `meeting` by the number of devices; 0 for one device, or if
+        `meeting` is empty.
 
         >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
         >>> seconds = {2: 1.0, 8: 2.0}
@@ -489,19 +496,20 @@ class Link:
         return _known(num_devices, self.meeting)
 
     def hidden(self, num_devices: float) -> float:
-        """Interpolates `ahead`: the share of a gather that computation hides.
+        """Returns the share (0 to 1) of a gather's seconds that computation hides.
 
-        Returns 0 for one device, or if `ahead` is empty.
+        Interpolated from `ahead` by the number of devices; 0 for one device, or if
+        `ahead` is empty.
         """
         return _known(num_devices, self.ahead)
 
 
 def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
-    """Finds the two known numbers around a number of devices.
+    """Finds the two of the numbers `known` that are next to a number of devices.
 
     Also returns the position of `num_devices` between both on a log scale: 0 at the
-    lower number, 1 at the upper. Outside the known range, both numbers are the nearest
-    known number, and the position is 0.
+    lower number, 1 at the upper. Outside the range of `known`, both numbers are the
+    nearest one, and the position is 0.
     """
     numbers = sorted(known)
     low = max((n for n in numbers if n <= num_devices), default=numbers[0])
@@ -512,7 +520,10 @@ def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
 
 
 def _known(num_devices: float, figures: Mapping[int, float]) -> float:
-    """Interpolates a figure by number of devices; 0 for one device or no figures."""
+    """Interpolates figures that are known for some numbers of devices.
+
+    0 for one device or no figures.
+    """
     if num_devices <= 1 or not figures:
         return 0.0
     low, high, share = _beside(num_devices, figures)
@@ -524,7 +535,10 @@ def _mean(low: float, high: float, share: float) -> float:
 
 
 def _between(low: Curve, high: Curve, share: float) -> Curve:
-    """Interpolates two curves; the bandwidth is interpolated in seconds per byte."""
+    """Interpolates two curves: `share` 0 gives `low`, 1 gives `high`.
+
+    The bandwidth is interpolated in seconds per byte.
+    """
     return Curve(
         latency_s=_mean(low.latency_s, high.latency_s, share),
         bandwidth=1 / _mean(1 / low.bandwidth, 1 / high.bandwidth, share),

@@ -45,7 +45,10 @@ host has one device."""
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A fabric level: a link joins `size` devices, or groups of the level below."""
+    """A level of a pool's fabric: a link joins `size` devices, or groups of them.
+
+    The groups are those of the level below.
+    """
 
     size: int
     link: Link
@@ -80,8 +83,10 @@ class Pool:
 
     @property
     def trust(self) -> Accuracy:
-        """Accuracy of predictions with the pool's figures: `accuracy`, or else that of
-        the catalog's figures (`CATALOG`)."""
+        """Accuracy of predictions with the pool's figures.
+
+        This is `accuracy`, or without it that of the catalog's figures (`CATALOG`).
+        """
         if self.accuracy is not None:
             return self.accuracy
         return replace(CATALOG, source=f"{CATALOG.source}: {self.device.source}")
@@ -141,7 +146,7 @@ class Cluster:
 
     @property
     def words(self) -> str:
-        """Name of the cluster; without a name, the shorthands of its pools."""
+        """Name of the cluster; without one, the shorthands of its pools (`8xh100`)."""
         return self.name or "+".join(pool.words for pool in self.pools)
 
     @property
@@ -224,7 +229,7 @@ class Cluster:
 
 
 def _figures(items: Any) -> Any:
-    """Copies a nested value without its names and sources."""
+    """Copies nested mappings and lists without the keys `name` and `source`."""
     if isinstance(items, Mapping):
         kept = {k: v for k, v in items.items() if k not in ("name", "source")}
         return {key: _figures(value) for key, value in kept.items()}
@@ -315,8 +320,16 @@ def _split(text: str) -> tuple[list[int], str]:
 def _hosts(
     text: str, sizes: list[int], found: Machine, *, of_hosts: bool
 ) -> tuple[Level, ...]:
-    """Builds a level of a host's devices and a level of hosts; leaves out a level of
-    size 1.
+    """Builds the levels of a host's devices and of hosts; leaves out those of size 1.
+
+    Args:
+        text: the shorthand, for the error.
+        sizes: its sizes, outermost first.
+        found: the machine that it names.
+        of_hosts: whether a single size counts hosts, not devices.
+
+    Raises:
+        ValueError: there are more than two sizes, or the devices do not fill hosts.
     """
     if len(sizes) > 2:
         raise ValueError(
@@ -336,6 +349,8 @@ def _host_sizes(
     text: str, sizes: list[int], found: Machine, of_hosts: bool
 ) -> tuple[int, int]:
     """Finds the number of hosts and the number of devices of each host.
+
+    The arguments are those of `_hosts`.
 
     Raises:
         ValueError: the devices do not fill hosts of the catalog's size.
@@ -359,9 +374,14 @@ def _host_sizes(
 def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
     """Builds a level for each torus dimension, and a level of slices on the network.
 
-    The smallest dimension is innermost, as the coordinates of Google's slices have
-    ascending sizes and the first coordinate varies fastest. Leaves out levels of size
-    1. If a chip has several devices, the devices of a chip are the innermost level.
+    `text` is the shorthand, `sizes` has its sizes, and `found` is the machine that it
+    names. The smallest dimension is innermost, as the coordinates of Google's slices
+    have ascending sizes and the first coordinate varies fastest. Leaves out levels of
+    size 1. If a chip has several devices, the devices of a chip are the innermost
+    level.
+
+    Raises:
+        ValueError: the sizes do not fit the machine.
     """
     dims = found.torus_dims + (found.per_chip > 1)
     if len(sizes) > dims + 1:
@@ -395,12 +415,12 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
 
 
 def _chip(found: Machine, size: int) -> Level:
-    """Builds the level of the devices of one chip."""
+    """Builds the level of the `size` devices of one chip."""
     return Level(size=size, link=link(found.on_chip), name="chip")
 
 
 def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
-    """Finds the number of TPU slices for a number of devices, and the sizes of a slice.
+    """Finds the number of TPU slices for `number` devices, and the sizes of a slice.
 
     There are as few slices as possible, and the sizes of a slice's torus dimensions are
     as equal as possible.
@@ -522,6 +542,8 @@ def _checked(
 ) -> dict[str, Any]:
     """Copies a mapping whose keys are all fields of the dataclass `of`, or in `more`.
 
+    `where` names the mapping in errors.
+
     Raises:
         ValueError: `items` is no mapping, or has another key.
     """
@@ -537,9 +559,9 @@ def _checked(
 
 
 def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
-    """Builds a dataclass from its field values; converts numeric fields from text.
+    """Builds the dataclass `of` from field values; converts numeric fields from text.
 
-    Nested values must already be built.
+    Nested values must already be built. `where` names the dataclass in errors.
 
     Raises:
         ValueError: a required field is missing, or a value is not allowed.
@@ -563,6 +585,8 @@ def _built(of: Any, items: Mapping[str, Any], where: str) -> Any:
 
 def _scalar(name: str, value: Any, hint: Any) -> Any:
     """Converts the value of an int or float field to a number; checks a str field.
+
+    `hint` is the field's type, `name` its name in errors.
 
     The YAML loader reads 5e-6 and 64.0e9 as text. Values of other fields are returned
     unchanged.
@@ -588,7 +612,9 @@ def _scalar(name: str, value: Any, hint: Any) -> Any:
 
 
 def _items(value: Any, where: str, of: str) -> list[tuple[Any, Any]]:
-    """Lists the items of a mapping; `of` describes keys and values, for the error.
+    """Lists the items of a mapping.
+
+    `where` names it in the error, and `of` describes its keys and values.
 
     Raises:
         ValueError: `value` is no mapping.
@@ -599,7 +625,9 @@ def _items(value: Any, where: str, of: str) -> list[tuple[Any, Any]]:
 
 
 def _listed(value: Any, where: str, of: str) -> list[Any]:
-    """Returns a list unchanged; `of` describes the list's items, for the error.
+    """Returns a list unchanged.
+
+    `where` names it in the error, and `of` describes its items.
 
     Raises:
         ValueError: `value` is no list.
@@ -610,7 +638,9 @@ def _listed(value: Any, where: str, of: str) -> list[Any]:
 
 
 def _numbers(value: Any, where: str, of: str) -> dict[str, float]:
-    """Builds a mapping of texts to numbers; `of` describes both, for the error.
+    """Builds a mapping of texts to numbers.
+
+    `where` names it in errors, and `of` describes keys and values.
 
     Raises:
         ValueError: `value` is no mapping, a key is no text, or a value is no number.
@@ -677,10 +707,10 @@ def _device(items: Any, where: str) -> DeviceType:
 
 
 def _link(items: Any, where: str) -> Link:
-    """Reads a link: a name of the catalog, or a mapping of fields.
+    """Reads a link of a cluster file: a name of the catalog, or a mapping of fields.
 
     The mapping may have the fields of `Curve`, such as `bandwidth`, in place of the key
-    `curve`.
+    `curve`. `where` names the link in errors.
 
     Raises:
         ValueError: the mapping has `curve` and also fields of `Curve`, a key is
@@ -715,6 +745,9 @@ def _by_number(
     items: Any, where: str, build: Callable[[Any, str], Any]
 ) -> dict[int, Any]:
     """Builds a mapping from numbers of devices to values.
+
+    `build` makes a value from its item in the file and its name in errors; `where`
+    names the mapping in errors.
 
     Raises:
         ValueError: `items` is no mapping, a key is no whole number, or two keys are the
@@ -763,11 +796,11 @@ def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> 
 
 
 def _host(device: Any) -> int:
-    """Returns the number of a device's host.
+    """Returns a number that is equal for devices of one host.
 
-    Fast links join the devices with the same number. On GPUs the number is JAX's
-    `slice_index` if present (one host, or one NVLink domain of several hosts).
-    Otherwise it is the process index.
+    Devices with equal numbers are joined by fast links. On GPUs it is JAX's
+    `slice_index` if present (one host, or one NVLink domain of several hosts),
+    otherwise the process index.
     """
     if device.platform in ("gpu", "cuda", "rocm"):
         found = getattr(device, "slice_index", None)
@@ -799,10 +832,10 @@ def _found_pool(devices: Sequence[Any], num_hosts: int, memory: int) -> Pool:
 
 
 def _type(device: Any, memory: int) -> DeviceType:
-    """Looks up the device type of a JAX device, and sets the memory of this device.
+    """Returns the type of a JAX device from the catalog, with the device's own memory.
 
-    The memory is what the device reports (`bytes_limit`), else that of the catalog; on
-    CPU it is `memory` bytes.
+    The memory in bytes is what the device reports (`bytes_limit`), else that of the
+    catalog; on CPU it is `memory` bytes.
 
     Raises:
         ValueError: the catalog lacks the device type.
@@ -820,7 +853,7 @@ def _type(device: Any, memory: int) -> DeviceType:
 
 
 def _found_torus(devices: Sequence[Any], machine: catalog.Machine) -> tuple[Level, ...]:
-    """Builds a level for each torus coordinate, and a level of slices.
+    """Builds a level for each torus dimension of JAX's devices, and a level of slices.
 
     If chips have several devices, the devices of one chip, which have the same
     coordinates, are the innermost level. Returns () if a device has no coordinates.

@@ -27,8 +27,9 @@ from dtft.planner.cost.fitting import CalibrationFit, fit
 
 SCHEMA = 1
 LEFT_OUT = "runs left out"
-"""Key of `Calibration.residuals`: the relative error within which `INTERVAL_SHARE` of
-past runs are predicted by factors that were fitted to other runs."""
+"""Key of `Calibration.residuals` for the error on runs that the fit did not see:
+`INTERVAL_SHARE` of past runs are predicted within this relative error by factors fitted
+to the other runs."""
 HELD_BY_MEDIAN = 1.9
 """Ratio of the size that 80 % of normally distributed errors do not exceed to the
 median size of these errors."""
@@ -38,14 +39,14 @@ median size of these errors."""
 class Calibration:
     """Measurements of `dtft calibrate` for one device type in one fabric.
 
-    A calibration is valid only for its own cluster: scalars that rank plans well on one
-    cluster may rank plans badly on another.
+    A calibration is valid only for its own cluster: fitted figures that rank plans well
+    on one cluster may rank plans badly on another.
     """
 
     device: str
     """Name of the device type, as in the catalog."""
     fabric: tuple[str, ...]
-    """`link_key` of each measured level, innermost first."""
+    """`link_key` of the link of each measured level of the fabric, innermost first."""
     num_devices: int
     """The number of devices that took part in the measurement."""
     software: str
@@ -56,12 +57,14 @@ class Calibration:
     links: Mapping[str, Link] = field(default_factory=dict)
     """Map from the `link_key` of a catalog link to the measured link."""
     errors: Mapping[str, float] = field(default_factory=dict)
-    """Map from the name of a scalar to its relative standard error."""
+    """Map from the name of a fitted figure, such as `e0`, to its relative standard
+    error."""
     residuals: Mapping[str, float] = field(default_factory=dict)
     """Map from the name of a fit (`matmul`, `memory`, ...) to its median relative
     error."""
     scales: Mapping[str, float] = field(default_factory=dict)
-    """Level 2: map from a term of a prediction to its factor fitted to past runs."""
+    """Level 2: map from a term of a prediction, such as `compute`, to its factor fitted
+    to past runs."""
     num_runs: int = 0
     """Level 2: the number of past runs that `scales` is fitted to."""
 
@@ -84,14 +87,16 @@ class Calibration:
     def term_errors(self) -> Mapping[str, float]:
         """Relative errors of the terms `compute` and `collectives` (`Accuracy.errors`).
 
-        With past runs, both errors are `residuals[LEFT_OUT]`.
+        With past runs, both errors are `residuals[LEFT_OUT]`, the error on runs that
+        the fit did not see; in files without it, `HELD_BY_MEDIAN` times the median
+        error of the fit to all runs.
 
         Without past runs, each error is the root of the sum of two squares. One is the
         error of the fits: for `compute` it comes from the larger residual of `matmul`
         and `memory`, for `collectives` from the largest residual of the fits of
         collectives. The other is the error for a new program on known devices
         (`CARRIED_OVER`). If matmuls or collectives were not fitted, the error of the
-        term is that in `UNCALIBRATED`.
+        term is that of the catalog's figures (`UNCALIBRATED`).
         """
         residuals = self.residuals
         if self.num_runs:
@@ -112,7 +117,7 @@ class Calibration:
 
     @property
     def below(self) -> float:
-        """Width of the interval below a prediction, relative to the width above it.
+        """How wide the prediction interval is below a prediction, relative to above.
 
         This is `Accuracy.below`. It is 1 with past runs. Without past runs, it combines
         two errors: the error of the fits is equally large on both sides, and the error
@@ -165,10 +170,10 @@ class Calibration:
 
 
 def _check(calibration: Calibration) -> None:
-    """Checks that a calibration of past runs has the residual of the fit to them.
+    """Checks that a calibration with past runs also has the error of the fit to them.
 
     Raises:
-        ValueError: `num_runs` is above 0 and `residuals` has no `runs`.
+        ValueError: `num_runs` is above 0 and `residuals` has no key `runs`.
     """
     if calibration.num_runs and "runs" not in calibration.residuals:
         raise ValueError(
@@ -246,7 +251,7 @@ def _pool(pool: Pool, calibration: Calibration) -> Pool:
 
 
 def _measured(link: Link, calibration: Calibration) -> Link:
-    """Returns the measured link with the key of `link`; `link` if there is none."""
+    """Returns the measurement of a catalog link; `link` itself if there is none."""
     return calibration.links.get(link_key(link), link)
 
 
@@ -256,7 +261,7 @@ def _measured(link: Link, calibration: Calibration) -> Link:
 
 
 NUM_FOLDS = 20
-"""Largest number of parts of the log that `left_out_error` leaves out in turn."""
+"""Largest number of groups of past runs that `left_out_error` leaves out in turn."""
 FEWEST_RUNS = 4
 """Least number of runs whose largest error is, on average, not exceeded by
 `INTERVAL_SHARE` of new runs."""
@@ -304,16 +309,16 @@ def read_log(text: str) -> list[PastRun]:
 
 
 def of_cluster(runs: Iterable[PastRun], calibration: Calibration) -> list[PastRun]:
-    """Selects the runs with the device, fabric and software of a calibration."""
+    """Selects the runs with the device type, fabric and software of a calibration."""
     key = (calibration.device, calibration.fabric, calibration.software)
     return [run for run in runs if (run.device, run.fabric, run.software) == key]
 
 
 def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
-    """Fits one factor per term so that predictions match the measured step times.
+    """Fits one factor per term of predictions, such as `compute`, to measured steps.
 
     A term that is 0 s in all runs keeps the factor 1. A term that no run has gets no
-    factor.
+    factor. The fewer the runs, the nearer the factors are to 1.
 
     Raises:
         ValueError: `runs` is empty, or a measured step time is not above 0.
@@ -333,10 +338,11 @@ def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
 def left_out_error(runs: Sequence[PastRun]) -> float:
     """Estimates the relative error that `INTERVAL_SHARE` of new runs do not exceed.
 
-    Each run is predicted with factors that were fitted to other runs; a single run is
-    predicted with the factors 1. The result is a quantile of |measured / predicted - 1|
-    over the runs. With fewer than `FEWEST_RUNS` runs, the result is the largest error,
-    but at least the error for a new program on known devices (`CARRIED_OVER`).
+    Each run is predicted with factors (`fit_terms`) that were fitted to other runs; a
+    single run is predicted with the factors 1. The result is the `INTERVAL_SHARE`
+    quantile of |measured / predicted - 1| over the runs. With fewer than `FEWEST_RUNS`
+    runs, the result is the largest error, but at least the error for a new program on
+    known devices (`CARRIED_OVER`).
 
     Raises:
         ValueError: `runs` is empty, or a measured step time is not above 0.
@@ -360,10 +366,10 @@ def left_out_error(runs: Sequence[PastRun]) -> float:
 
 
 def learn(calibration: Calibration, runs: Iterable[PastRun]) -> Calibration:
-    """Fits a calibration of level 2 to the past runs on the calibration's cluster.
+    """Adds factors fitted to past runs, one per term of predictions (level 2).
 
-    Only runs with the calibration's device type, fabric and software count. Without
-    such runs the calibration is returned unchanged.
+    Only runs with the calibration's device type, fabric and software count. Returns the
+    calibration unchanged if there are none.
 
     Raises:
         ValueError: a measured step time is not above 0.

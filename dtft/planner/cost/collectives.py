@@ -34,7 +34,7 @@ def collective_s(
             one).
         num_bytes: bytes of the larger of a device's operand and its result; a number or
             an array.
-        group: a result of `group_of`.
+        group: the devices that communicate, such as a result of `group_of`.
         algorithm: `ring` is for all_reduce, all_gather and reduce_scatter; `tree` and
             `gather` are for all_reduce; `direct` is for all_to_all and permute;
             `hierarchical` is for all kinds but permute. `best` is the fastest algorithm
@@ -132,10 +132,11 @@ class _Hop:
         """Computes the seconds to send bytes through the ports of the sending devices.
 
         Args:
-            num_bytes: bytes that all senders of a part send together.
+            num_bytes: bytes that all senders of a part (the devices that the level
+                below joins) send together.
             senders: the number of sending devices of each part.
-            alone: whether the other devices of the part do not use a port that they
-                share with the sender.
+            alone: whether only the sender uses a port that it shares with other devices
+                of its part.
         """
         sharing = self.link.shared_by
         if alone:
@@ -160,7 +161,7 @@ def _members(hops: _Hops) -> Any:
 
 
 def _alpha(hops: _Hops) -> float:
-    """Returns the largest latency of the hops: each round waits for the slowest hop."""
+    """Returns the largest latency of the levels, which every message waits for."""
     return max(hop.curve.latency_s for hop in hops)
 
 
@@ -174,8 +175,8 @@ def _most(times: list[Any]) -> Any:
 def _slowest(num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds to send bytes through all levels at once.
 
-    The result is the seconds of the slowest level. In each part (group of the level
-    below), all devices send an equal share of the bytes.
+    The result is the seconds of the slowest level. In each part of a level (the devices
+    that the level below joins), all devices send an equal share of the bytes.
     """
     return _most([hop.seconds(num_bytes, hop.inner) for hop in hops])
 
@@ -233,7 +234,7 @@ def _passed(hop: _Hop) -> Any:
 
 
 def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Computes the seconds of an all-to-all in one stage: each device sends to all.
+    """Computes the seconds of an all-to-all in which each device sends to every other.
 
     All levels send at once; the slowest level counts.
     """
@@ -243,8 +244,10 @@ def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Computes the seconds of an all-to-all level by level: with fewer messages than in
-    `_direct`, but more bytes."""
+    """Computes the seconds of an all-to-all level by level.
+
+    It has fewer messages than `_direct`, but more bytes.
+    """
     seconds: Any = 0.0
     for hop in hops:
         sent = (hop.size - 1) / hop.size * _passed(hop) * hop.seconds(num_bytes)
@@ -255,7 +258,8 @@ def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 def _shift(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds of a shift: each device sends to the next device.
 
-    One device of each part sends to another part.
+    One device of each part of a level (the devices that the level below joins) sends to
+    another part.
     """
     return _most(
         [hop.curve.latency_s + hop.seconds(num_bytes, alone=True) for hop in hops]
@@ -286,13 +290,13 @@ _WAYS: Mapping[CollectiveKind, Mapping[str, _Way]] = {
 
 
 def sync_skew_s(group: DeviceGroup) -> float:
-    """Returns the sync skew of a group in seconds: the largest of its levels.
+    """Returns the sync skew of a group in seconds: the largest of its levels' links.
 
     The sync skew is the wait until all devices of the group enter a collective. It is 0
     for one device.
 
     Args:
-        group: a result of `group_of`.
+        group: the devices that communicate, such as a result of `group_of`.
     """
     return _largest_sync_skew(group.sizes, group.links)
 
@@ -301,7 +305,7 @@ def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
     """Computes `sync_skew_s` for many groups.
 
     Args:
-        groups: the groups; a group that uses no level has 0 s.
+        groups: the groups; a group of one device, which uses no level, has 0 s.
 
     Returns:
         Seconds; float [groups].
@@ -314,19 +318,19 @@ def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
 
 
 def hidden(group: DeviceGroup) -> float:
-    """Returns the share (0 to 1) of a gather that computation hides.
+    """Returns the share (0 to 1) of a prefetched gather that computation hides.
 
-    The share is for a gather that waits for no computation. It is the smallest share of
-    the group's levels, and 0 for one device.
+    A prefetched gather waits for no computation. The share is the smallest of the links
+    of the group's levels (`Link.ahead`), and 0 for one device.
 
     Args:
-        group: a result of `group_of`.
+        group: the devices that communicate, such as a result of `group_of`.
     """
     return _least(group.sizes, group.links)
 
 
 def hiddens(groups: DeviceGroups) -> np.ndarray:
-    """Computes `hidden` for many groups; float [groups]."""
+    """Computes `hidden`, a share from 0 to 1, for many groups; float [groups]."""
     if not any(link.ahead for link in groups.links):
         return np.zeros(len(groups.sizes))
     return np.array([_least(sizes, groups.links) for sizes in groups.sizes.tolist()])

@@ -93,10 +93,11 @@ def shape_factor(
 
 
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
-    """Returns `Efficiency.misaligned` if n or k is not aligned, else 1.
+    """Returns the speed relative to aligned rows: 1, or less if n or k is not aligned.
 
     A size is aligned if its bytes are a multiple of `alignment_bytes`. A size of fewer
-    bytes counts as aligned, too, because the tile pads it in any case.
+    bytes counts as aligned, too, because the tile pads it in any case. If n or k is not
+    aligned, the speed is `Efficiency.misaligned`.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
@@ -114,12 +115,13 @@ def matmul_s(
 ) -> Any:
     """Computes the seconds of `batch` matmuls (m, k) by (k, n).
 
-    The result is at least the time to move operands and results through memory.
-    The launch of the operator (`launch_s`) is not counted. A matrix-vector product is
-    not tiled: its kernels read the matrix once, at memory bandwidth.
+    The result is at least the time to move operands and results through memory. The
+    launch of the operator (`launch_s`) is not counted. A matrix-vector product is not
+    tiled: its kernels read the matrix once, at memory bandwidth.
 
-    `Efficiency.x0` adds a number of rows, which are not padded to tiles. So a matmul of
-    aligned rows never takes longer than a larger matmul.
+    To slow down matmuls of few rows, the formula adds `Efficiency.x0` rows. They are
+    not padded to tiles, so a matmul of aligned rows never takes longer than a larger
+    matmul.
 
     Args:
         device: the device type, with its peak flops, tile and efficiency.
@@ -128,7 +130,8 @@ def matmul_s(
         k: size of the contracted dim.
         batch: the number of matmuls of this shape.
         dtype: dtype of operands and result.
-        precision: `Operator.precision`.
+        precision: JAX's precision of the product (`Operator.precision`); '' for the
+            default.
 
     Returns:
         Seconds, in the broadcast shape of the arguments.
@@ -152,8 +155,11 @@ def matmul_s(
 def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:
     """Computes the time of a convolution relative to a large matmul of equal flops.
 
+    The factor is 1 + `Efficiency.c0` / columns, times `Efficiency.odd` if the number of
+    input channels is odd and above 1.
+
     Args:
-        device: the device type, whose efficiency has `c0` and `odd`.
+        device: the device type, with its efficiency.
         columns: the number of output channels on one device.
         depth: the number of input channels on one device.
 
@@ -169,7 +175,11 @@ def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:
 
 
 def element_s(efficiency: Efficiency, primitive: str) -> float:
-    """Returns the seconds of one operation of a reduction, sort, gather or scatter.
+    """Returns the seconds per operation of a reduction, sort, gather or scatter.
+
+    Windows (`reduce_window`, as in max pooling) and their backward pass have figures of
+    their own; other primitives, and windows whose figure is 0, have
+    `Efficiency.simple_s`.
 
     >>> element_s(Efficiency(simple_s=1e-9, window_s=5e-9), "reduce_window_max")
     5e-09

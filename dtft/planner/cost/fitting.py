@@ -1,4 +1,4 @@
-"""Fits the scalars of the cost model to measured times.
+"""Fits the cost model's figures of devices and links to measured times.
 
 `fit` is a least-squares fit of logarithms with soft-L1 loss: outliers count little, and
 short times count as much as long times. Overlap, sync skew and prefetch overlap have
@@ -21,18 +21,18 @@ from dtft.planner.cost.mesh_topology import DeviceGroup
 NOISE = 0.05
 """Relative error above which a measurement counts as an outlier."""
 _WEAK = 3.0
-"""Prior standard deviation of the logarithm of a scalar around its start value. The
-prior matters only for scalars that the measurements do not determine, such as
+"""Prior standard deviation of the logarithm of a fitted figure around its start value.
+The prior matters only for figures that the measurements do not determine, such as
 `latency_s` and `half_bytes`, which both add a constant time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationFit:
-    """Fitted scalars with their standard errors, and the errors of the predictions."""
+    """Fitted figures by name, their standard errors, and the errors of predictions."""
 
     values: Mapping[str, float]
     errors: Mapping[str, float]
-    """Relative standard error of each scalar (of its logarithm)."""
+    """Relative standard error of each figure (of its logarithm)."""
     residual: float
     """Median of |predicted / measured - 1|."""
     worst: float
@@ -48,15 +48,16 @@ def fit(
     bounds: Mapping[str, tuple[float, float]] | None = None,
     spread: float = _WEAK,
 ) -> CalibrationFit:
-    """Fits positive scalars so that predictions match the measurements.
+    """Fits positive figures so that predictions match the measurements.
 
     Args:
-        predict: function from scalars to predicted seconds, one per measurement.
-        start: start values of the scalars, above 0; a scalar that the measurements do
-            not determine stays near its start value.
+        predict: function from the figures, by name, to predicted seconds, one per
+            measurement.
+        start: map from the name of each figure to its start value, above 0; a figure
+            that the measurements do not determine stays near its start value.
         measured: measured seconds.
-        bounds: least and greatest value of some scalars.
-        spread: prior standard deviation of the logarithm of each scalar around its
+        bounds: least and greatest value of some figures, by name.
+        spread: prior standard deviation of the logarithm of each figure around its
             start value.
 
     Raises:
@@ -99,7 +100,7 @@ def fit(
 
 
 def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
-    """Computes standard errors of the scalars' logarithms from the inverse of J^T J.
+    """Computes standard errors of the figures' logarithms from the inverse of J^T J.
 
     Args:
         jacobian: J, the derivatives of all residuals.
@@ -114,7 +115,7 @@ def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
 
 
 _BEYOND = 2
-"""The number of largest measured sizes that are never taken as the cache size."""
+"""This many of the largest measured sizes are never taken as the cache size."""
 _PLAIN = 0.2
 """`fit_memory` fits no cache if bandwidth alone predicts all memory times within this
 relative error."""
@@ -165,8 +166,10 @@ class ConvolutionTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """Seconds of one collective in groups of `num_devices`, run in all groups at
-    once."""
+    """Seconds of one collective in groups of `num_devices`.
+
+    It ran in all groups at once.
+    """
 
     kind: CollectiveKind
     num_bytes: int
@@ -188,12 +191,13 @@ def fit_memory(
 ) -> tuple[DeviceType, CalibrationFit]:
     """Fits a device's memory bandwidth, cache bandwidth and cache size.
 
-    The launch time of an operator is fitted too, but not returned in the device. Small
-    arrays that are used repeatedly stay in a cache; other bytes are moved through the
-    memory. If bandwidth alone explains the times, there is no cache. Otherwise each
-    measured size but the two largest is tried as the cache size, and the size whose fit
-    has the smallest worst error is taken. The two largest sizes are left out, because
-    the other sizes alone do not distinguish a cache from noise.
+    The launch time of an operator is fitted too; it is in the returned fit, but not in
+    the returned device. Small arrays that are used repeatedly stay in a cache; other
+    bytes are moved through the memory. If bandwidth alone explains the times, there is
+    no cache. Otherwise each measured size but the two largest is tried as the cache
+    size, and the size whose fit has the smallest worst error is taken. The two largest
+    sizes are left out, because the other sizes alone do not distinguish a cache from
+    noise.
 
     All devices run in the measurement. If devices share a cache or memory, the figures
     are those of one device's share.
@@ -219,7 +223,10 @@ def fit_memory(
 def _fit_memory(
     device: DeviceType, times: Sequence[MemoryTime], cache_bytes: float
 ) -> tuple[float, CalibrationFit]:
-    """Fits memory and cache bandwidth for a cache of a given size in bytes."""
+    """Fits memory and cache bandwidth for a cache of a given size in bytes.
+
+    Returns `cache_bytes` and the fit.
+    """
     num_bytes = np.array([time.num_bytes for time in times], float)
     near = np.minimum(num_bytes, cache_bytes)
 
@@ -260,7 +267,11 @@ def fit_elements(
 def fit_matmuls(
     device: DeviceType, dtype: str, times: Sequence[MatmulTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """Fits `e0`, `x0` (see `Efficiency`) and an operator's launch time to matmul times.
+    """Fits a device's matmul efficiency and launch time to measured matmuls.
+
+    Fitted are the share of the peak that large matmuls reach (`Efficiency.e0`), the
+    rows at which a matmul reaches half of this share (`x0`), and the seconds to launch
+    an operator.
 
     On a CPU, or if a matmul was faster than the peak, the best measured speed becomes
     the new peak. The peaks of other dtypes then change by the same factor.
@@ -290,11 +301,11 @@ def fit_matmuls(
 def fit_convolutions(
     device: DeviceType, dtype: str, times: Sequence[ConvolutionTime]
 ) -> tuple[DeviceType, CalibrationFit]:
-    """Fits `c0`: the number of channels at which convolutions are half as fast as large
-    matmuls.
+    """Fits how much slower convolutions of few channels are than large matmuls.
 
-    If `times` has convolutions of an odd number of input channels, also fits `odd`, the
-    slowdown of these convolutions.
+    This is `Efficiency.c0`, the number of channels at which they are half as fast. If
+    `times` has convolutions of an odd number of input channels, also fits
+    `Efficiency.odd`, the slowdown of these convolutions.
     """
     flops, channels = np.array([(t.flops, t.channels) for t in times], float).T
     alone = flops / (device.peak(dtype) * device.efficiency.e0)
@@ -333,14 +344,17 @@ def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> Dev
 def fit_link(
     link: Link, times: Sequence[CollectiveTime]
 ) -> tuple[Link, dict[str, CalibrationFit]]:
-    """Fits the curve of a link, and a curve per kind of collective and group size.
+    """Fits a `Curve` of transfer times to a link's collectives.
+
+    Fits one more curve for each kind of collective and group size.
 
     Args:
         link: the catalog's link; its kind and sharing stay unchanged.
         times: times of groups whose devices communicate over this link alone.
 
     Returns:
-        The fitted link, and the fits by name: `all`, and for example `all_reduce of 8`.
+        The fitted link, and the fits by name: `all` of the link's own curve, and for
+        example `all_reduce of 8`.
     """
     begin = {
         "latency_s": link.curve.latency_s,
@@ -388,15 +402,15 @@ def _fit_curve(
 def fit_overlap(
     given: Efficiency, times: Sequence[OverlapTime]
 ) -> tuple[Efficiency, float]:
-    """Fits the share of computation that collectives can overlap, and the slowdown of
-    the overlapped computation.
+    """Fits how much of the computation collectives overlap, and the slowdown by it.
 
-    Selects the best point of a grid; of about equally good points, the point with the
-    smallest overlap.
+    Tries pairs of an overlapped share and a slowdown, and keeps the pair with the
+    smallest median error; of about equally good pairs, the pair with the smallest
+    overlap.
 
     Returns:
-        The efficiency with `overlap_kappa` and `overlap_fraction`, and the median
-        relative error.
+        The efficiency with `overlap_kappa` (the slowdown) and `overlap_fraction` (the
+        share), and the median relative error.
     """
     compute, collective, together = np.array(
         [(t.compute_s, t.collective_s, t.together_s) for t in times]
@@ -444,10 +458,10 @@ class PrefetchTime:
 
 
 def fit_sync_skew(link: Link, times: Sequence[SyncSkewTime]) -> Link:
-    """Fits a link's sync skew (`Link.meeting`, in seconds) by number of devices.
+    """Fits how long devices of a link wait for each other, by number of devices.
 
-    The sync skew is the median of the measured seconds less the seconds of the
-    collective alone, and at least 0.
+    This sync skew (`Link.meeting`, in seconds) is the median of the measured seconds
+    less the seconds of the collective alone, and at least 0.
 
     Args:
         link: a link that `fit_link` has fitted.

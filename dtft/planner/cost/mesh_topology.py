@@ -15,7 +15,7 @@ from dtft.planner.cluster import CollectiveKind, Link, Pool
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """The devices of one collective: how many of them each level of a pool joins."""
+    """The devices of one collective: how many each level of a pool's fabric joins."""
 
     sizes: tuple[float, ...]
     """The number of parts that each used level joins, innermost first; all above 1. The
@@ -112,9 +112,11 @@ def group_of(
 def members(
     levels: Sequence[int], sizes: np.ndarray, chosen: Sequence[bool]
 ) -> np.ndarray:
-    """Computes `DeviceGroup.sizes` of one collective's group on each of many meshes.
+    """Computes how many parts each level joins in a collective's group, on many meshes.
 
-    A level that the group does not use is included, with the number 1.
+    The parts of the innermost level are devices, those of other levels the groups of
+    the level below (`DeviceGroup.sizes`). A level that the group does not use is
+    included, with the number 1.
 
     Args:
         levels: the number of devices or groups that each level joins, innermost first.
@@ -177,7 +179,7 @@ def _sizes(
 
 
 def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
-    """Whether an axis fills groups of the fabric evenly.
+    """Whether an axis fills groups of the fabric, such as hosts, evenly.
 
     The axis has `end` / `start` devices, which are `start` device numbers apart.
     `bounds` has the number of devices in a group of each level.
@@ -197,7 +199,13 @@ def _counted(
 ) -> tuple[float, ...]:
     """Computes `members` of one mesh whose axes fill groups of the fabric unevenly.
 
-    Lists the devices of every collective, and counts the groups that hold them.
+    Lists the devices of every collective, and counts the groups of each level that hold
+    them.
+
+    Args:
+        bounds: the number of devices in a group of each level, innermost first.
+        mesh: sizes of the axes, slowest-varying first.
+        chosen: whether each axis takes part in the collective.
     """
     order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
     members = math.prod(
@@ -226,9 +234,9 @@ class Orders:
     """Axis orders of several meshes, as parallel arrays."""
 
     mesh: np.ndarray
-    """For each order, the number of its mesh, ascending; int [orders]."""
+    """For each order, the index of its mesh, ascending; int [orders]."""
     order: np.ndarray
-    """For each order, its position in `named`; int [orders]."""
+    """For each order, its index in `named`; int [orders]."""
     named: tuple[tuple[str, ...], ...]
     """The distinct orders: axes larger than 1, slowest-varying (outermost) first."""
 
@@ -263,20 +271,22 @@ def undominated_orders(
     levels: Sequence[int],
     before: Sequence[str] = (),
 ) -> Orders:
-    """Computes the undominated axis orders of each mesh.
+    """Finds for each mesh the axis orders that are worth pricing.
 
-    An order dominates another order if no axis has a smaller extent (`extents`) at any
-    level and at least one axis has a larger extent. Of orders with equal extents, only
-    the first in lexicographic order is kept (by the axes' positions in `axes`).
-    Dropping dominated orders keeps the lowest price, for prices that depend on the
-    extents alone and never fall as an extent shrinks.
+    These are the orders that no other order dominates. An order dominates another order
+    if no axis has a smaller extent (`extents`) at any level and at least one axis has a
+    larger extent. Of orders with equal extents, only the first in lexicographic order
+    is kept (by the axes' positions in `axes`). Dropping dominated orders keeps the
+    lowest price, for prices that depend on the extents alone and never fall as an
+    extent shrinks.
 
     Args:
         axes: axis names in the usual order, slowest-varying first.
         sizes: sizes of the axes of each mesh; int [meshes, axes].
         levels: the number of devices, then groups, that each level of the fabric joins,
             innermost first; the last level joins all remaining groups.
-        before: axes that must keep this order, slowest-varying first.
+        before: axes that must keep this order, slowest-varying first; other axes may
+            lie between them.
 
     >>> found = undominated_orders(("fsdp", "tensor"), np.array([[4, 2]]), (2, 4))
     >>> [found.named[at] for at in found.order]
@@ -357,11 +367,13 @@ def _undominated(
 
 
 def _first_of_equals(features: np.ndarray) -> np.ndarray:
-    """Computes whether each entry differs from all earlier entries of its row; bool
-    [rows, entries].
+    """Finds in each row the entries that differ from all earlier entries of the row.
 
     Args:
         features: non-negative integers; [rows, entries, features].
+
+    Returns:
+        Whether an entry differs from all earlier ones; bool [rows, entries].
     """
     base = int(features.max(initial=0)) + 1
     keys = np.zeros(features.shape[:2], np.int64)
@@ -382,11 +394,13 @@ def _first_of_equals(features: np.ndarray) -> np.ndarray:
 
 
 def _maximal(features: np.ndarray) -> np.ndarray:
-    """Computes for each row whether no other row is at least as large in every column;
-    bool [rows].
+    """Finds the rows that no other row equals or exceeds in every column.
 
     Args:
         features: distinct rows; [rows, features].
+
+    Returns:
+        Whether a row is such a row; bool [rows].
     """
     as_large = (features[:, None] >= features[None]).all(axis=2)  # [a, b]: a as b
     return as_large.sum(axis=0) == 1

@@ -32,7 +32,8 @@ from dtft.planner.spmd import (
 )
 
 _ELEMENT_BY_ELEMENT = ("reduction", "gather", "scatter", "sort")
-"""Kinds of operators whose operations take `element_s` each."""
+"""Kinds of operators whose time is the number of their operations times `element_s`, or
+that of memory if longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,9 @@ class MeshSpeeds:
     def sending_s(
         self, sent: CollectiveOp, sizes: Sizes, *, ahead: bool = False
     ) -> Any:
-        """Computes the seconds of one collective without sync skew; 0 for one device.
+        """Computes the seconds of one collective; 0 for one device.
+
+        The wait until all devices have entered it (`sync_skew_s`) is left out.
 
         Args:
             sent: the collective.
@@ -66,17 +69,19 @@ class MeshSpeeds:
         return left * collective_s(sent.kind, sent.amount.at(sizes), group)
 
     def sync_skew_s(self, sent: CollectiveOp | Bundle) -> float:
-        """Returns the sync skew in seconds: the wait until all devices enter the
-        collective. It is 0 for one device."""
+        """Returns the seconds until all devices have entered a collective (sync skew).
+
+        It is 0 for one device.
+        """
         axes = self.axes(sent)
         return sync_skew_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
 
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
-        """Computes the seconds per step of a bundle of collectives.
+        """Computes the seconds of collectives that are sent together, in a step.
 
-        The result includes one sync skew for each time that the bundle is sent, unless
-        the bundle waits for no computation (`Bundle.ahead`). The result includes the
-        seconds of sending only if the backend combines the bundle into one message
+        Each time that such a bundle is sent, its devices wait for each other once (sync
+        skew), unless it waits for no computation (`Bundle.ahead`). The seconds of
+        sending are included only if the backend combines the bundle into one message
         (`Bundle.is_one`). Otherwise the caller adds `sending_s` of each collective.
 
         Args:
@@ -148,8 +153,8 @@ def computing_s(
 def _across(work: OperatorWork, sizes: Sizes) -> Any:
     """Computes the number of elements that one device reads with a stride.
 
-    `OperatorWork.turned` counts only if an axis divides the contracted dim of the
-    transposed matmul: XLA then cannot merge matmul and transpose.
+    Elements of a transposed matmul (`OperatorWork.turned`) count only if an axis
+    divides its contracted dim: XLA then cannot merge matmul and transpose.
     """
     read = work.strided.at(sizes)
     if work.turned_by:
@@ -158,8 +163,11 @@ def _across(work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
-    """Computes the seconds to copy the left operand of a matmul or convolution into the
-    layout that the operator needs; 0 if no copy is needed."""
+    """Computes the seconds to copy an operand of a matmul or convolution.
+
+    The left operand is copied into the layout that the operator needs; 0 s if it needs
+    no copy.
+    """
     if not work.operator.strided:
         return 0.0
     part = work.reads[0].at(sizes) / work.reads[0].total
@@ -187,8 +195,8 @@ LEAST_OFFLOADED_BYTES = 2**16
 """Least bytes per device of an offloaded array. Smaller arrays stay on the device: each
 copy costs a latency."""
 NUM_UNDER_WAY = 16
-"""Largest number of offloaded arrays on the device at once, each counted with the bytes
-of the largest array. XLA's compiled programs have 6 to 14."""
+"""Largest number of offloaded arrays that are on the device at once, each counted as
+large as the largest. XLA's compiled programs have 6 to 14."""
 MOST_UNDER_WAY = 1.25
 """Largest ratio of offloaded bytes on the device at once to all offloaded bytes."""
 

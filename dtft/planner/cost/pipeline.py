@@ -26,8 +26,9 @@ def pipeline_s(stage_s: Any, counts: Any, microbatches: Any, chunks: Any) -> Any
     faster: stages before the slowest stage run ahead.
 
     Args:
-        stage_s: seconds of one microbatch on each kind of stage, forward and backward;
-            [..., kinds], 0 for kinds without a stage.
+        stage_s: seconds of one microbatch, forward and backward, on each kind of stage
+            (stages of one kind take equally long); [..., kinds], 0 for kinds without a
+            stage.
         counts: the number of stages of each kind, [..., kinds].
         microbatches: the number of microbatches in a step.
         chunks: the number of parts of each stage's layers; a microbatch passes through
@@ -63,6 +64,8 @@ def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -
 
 
 def transfers(chunks: Any) -> Any:
-    """Returns the number of sends of a stage per microbatch: the activations and the
-    gradients of each chunk (part of the stage's layers)."""
+    """Returns how often a stage sends to another stage per microbatch.
+
+    It sends the activations and the gradients of each chunk (part of its layers).
+    """
     return 2 * chunks

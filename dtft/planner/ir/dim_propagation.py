@@ -1,8 +1,10 @@
 """Propagates dims through operators: finds dims that are divided in the same way.
 
-Two dims share one number if some operator derives one from the other, or matches both
-in its operands. So a batch dim keeps its number through every layer, and so does the
-width of a residual stream. `link` applies the rule of an equation's primitive.
+Each dim of an array has a number. Two dims share one number if some operator derives
+one from the other, or matches both in its operands. So a batch dim keeps its number
+through every layer, and so does the width of a residual stream. `link` applies the rule
+of an equation's primitive: a function from the equation with the dims of its operands
+(`Case`) to the dims of its results (`Linked`).
 """
 
 import math
@@ -24,6 +26,8 @@ Numbers = tuple[int, ...]
 
 class Dims:
     """Disjoint sets of dims (union-find); dims of one set are divided in the same way.
+
+    Dims are numbered in the order in which they are added.
 
     >>> dims = Dims()
     >>> a, b, c = dims.new(4), dims.new(8), dims.new(8)
@@ -57,7 +61,7 @@ class Dims:
         return tuple(self.new(size) for size in shape)
 
     def find(self, number: int) -> int:
-        """Returns the number that represents all dims joined with this dim."""
+        """Returns the number of a dim's set: the lowest number of its dims."""
         parent = self._parent
         while parent[number] != number:
             parent[number] = parent[parent[number]]
@@ -74,14 +78,14 @@ class Dims:
         self._loop[low] |= self._loop[high]
 
     def of(self, number: int) -> Dim:
-        """Returns the sizes of a dim's set, and whether any of its dims has `loop`."""
+        """Returns the sizes of the dims in a dim's set, and whether any has `loop`."""
         root = self.find(number)
         return Dim(sizes=tuple(sorted(self._sizes[root])), loop=self._loop[root])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linked:
-    """The dims of an equation's results, and its constraints on dims."""
+    """The dims of an equation's results, and of operands those that it constrains."""
 
     outputs: tuple[Numbers, ...]
     """Dims of each result."""
@@ -92,7 +96,11 @@ class Linked:
 
 
 class Case:
-    """One equation, with the dims of its operands."""
+    """One equation with the dims of its operands: what the rules of primitives get.
+
+    `dims` has all dims of the program, which rules join; `shapes` and `results` are the
+    shapes of operands and results.
+    """
 
     def __init__(self, dims: Dims, eqn: Any, operands: Sequence[Numbers]) -> None:
         self.dims, self.params = dims, eqn.params
@@ -101,7 +109,13 @@ class Case:
         self.results = [tuple(atom.aval.shape) for atom in eqn.outvars]
 
     def kept(self, sources: Sequence[int | None], result: int = 0) -> Numbers:
-        """Returns a result's dims: the given numbers, and new dims in place of None."""
+        """Returns the dims of a result of the equation.
+
+        Args:
+            sources: for each dim of the result, the dim that it is divided like, or
+                None for a new dim.
+            result: index of the result.
+        """
         shape = self.results[result]
         return tuple(
             self.dims.new(size) if source is None else source
@@ -109,7 +123,7 @@ class Case:
         )
 
     def join_all(self, groups: Sequence[Sequence[int]]) -> None:
-        """Joins the dims of each group."""
+        """Joins all dims of each group, which are then divided in the same way."""
         for group in groups:
             for other in group[1:]:
                 self.dims.join(group[0], other)
@@ -136,7 +150,7 @@ def contracted(eqn: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def dot(case: Case) -> Linked:
-    """Derives the dims of a matmul's result.
+    """Derives the dims of a matmul's result from those of the operands in `case`.
 
     The result has the batch dims, then the free dims of the left operand, then the free
     dims of the right operand. Contracted dims and batch dims of both operands are
@@ -146,9 +160,12 @@ def dot(case: Case) -> Linked:
 
 
 def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
-    """Derives the dims of a matmul's result from `dot_general` dimension numbers.
+    """Derives the dims of a matmul's result from those of the operands in `case`.
 
-    The right operand's dims at the positions `groups` are not in the result.
+    Args:
+        case: the equation.
+        numbers: its dimension numbers, as of `dot_general`.
+        groups: positions of dims of the right operand that are not in the result.
     """
     (left_sum, right_sum), (left_batch, right_batch) = numbers
     left, right = case.operands[:2]
@@ -162,7 +179,7 @@ def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
 
 
 def ragged_dot(case: Case) -> Linked:
-    """Derives the dims of the result of a ragged matmul.
+    """Derives the dims of a ragged matmul's result from its operands' (in `case`).
 
     A ragged matmul multiplies each group of rows by its own matrix. Its dims are those
     of a matmul. But the ragged dim (the rows of all groups) and the dim that numbers
@@ -187,7 +204,7 @@ def ragged_dot(case: Case) -> Linked:
 
 
 def convolution(case: Case) -> Linked:
-    """Derives the dims of a convolution's result.
+    """Derives the dims of a convolution's result from those of the operands in `case`.
 
     Examples and output channels may be divided, as in the operands. Input channels may
     be divided too; the results are then partial sums. Window dims must not be divided,
@@ -223,11 +240,13 @@ def convolution(case: Case) -> Linked:
 
 
 def gather(case: Case) -> Linked:
-    """Derives the dims of a gather's result: each device looks up the elements it has.
+    """Derives the dims of a gather's result from those of the operands in `case`.
 
-    An operand's dim along which one element is taken may be divided; the results of the
-    devices are then summed. A dim that is taken whole is divided like the result's dim.
-    Dims along which several but not all elements are taken must not be divided.
+    Each device looks up the elements that it has.
+
+    A dim of the operand that is taken whole is divided like the result's dim. A dim
+    along which one element is taken may be divided; the results of the devices are then
+    summed. Dims along which several but not all elements are taken must not be divided.
     """
     numbers, sizes = case.params["dimension_numbers"], case.params["slice_sizes"]
     operand, indices = case.operands[:2]
@@ -252,7 +271,7 @@ def gather(case: Case) -> Linked:
 
 
 def scatter(case: Case, adds: bool) -> Linked:
-    """Derives the dims of a scatter's result, which are those of its operand.
+    """Derives the dims of a scatter's result, which are those of its operand in `case`.
 
     Each device updates its part of the operand. If the scatter combines updates with
     the operand (`adds`; scatter-add and others), the dims that number the updates may
@@ -287,7 +306,7 @@ def scatter(case: Case, adds: bool) -> Linked:
 
 
 def attention(case: Case) -> Linked:
-    """Derives the dims of the results of cuDNN's attention, forward and backward.
+    """Derives the dims of the results of cuDNN's attention, whose operands `case` has.
 
     Examples and heads may be divided; positions and features must not be. If keys and
     values have fewer heads than queries, a device needs whole groups of query heads.
@@ -362,6 +381,10 @@ def _named(case: Case, named: KernelDims) -> Linked:
 
     Dims with the same letter are joined (`register_kernel`).
 
+    Args:
+        case: the call of the kernel.
+        named: letters of the dims of operands and results.
+
     Raises:
         ValueError: the program calls the kernel with arrays of other ranks.
     """
@@ -389,11 +412,11 @@ def _named(case: Case, named: KernelDims) -> Linked:
 
 
 def _alike(case: Case) -> Linked:
-    """Links each dim of a result with the operands' dims at the same position.
+    """Joins each dim of a result with the dims at its position in operands (`case`).
 
     This is the rule of elementwise operators, and the default for unknown primitives.
     An operand takes part if its shape is the result's, except for dims of size 1, which
-    are broadcast and not linked. Operands that fit no result must not be divided over
+    are broadcast and not joined. Operands that fit no result must not be divided over
     devices (`Linked.whole`).
     """
     outputs: list[Numbers] = []
@@ -426,7 +449,10 @@ def _repeats(shape: Sequence[int], result: Sequence[int]) -> bool:
 
 
 def _fresh(case: Case) -> Linked:
-    """Returns new dims for results that share no dims with operands (iota, random)."""
+    """Returns new dims for the results of `case`, which share none with the operands.
+
+    This is the rule of iota and random numbers, for example.
+    """
     outputs = tuple(case.dims.news(shape) for shape in case.results)
     return Linked(outputs=outputs)
 
@@ -482,11 +508,11 @@ def factor_groups(
 
 
 def _reshape(case: Case) -> Linked:
-    """Derives the dims of a reshape's result, for each group of `factor_groups`.
+    """Derives the dims of a reshape's result from those of the operand in `case`.
 
-    The group's first dim of size > 1 in the operand and its first dim of size > 1 in
-    the result are divided in the same way. The operand's other dims of size > 1 must
-    not be divided.
+    Some dims of the operand become some dims of the result (`factor_groups`). Of both,
+    the first dims of size > 1 are divided in the same way. The operand's other dims of
+    size > 1 must not be divided. An array without elements gets new dims.
     """
     before, after = case.shapes[0], case.results[0]
     if math.prod(before) == 0 or case.params.get("dimensions") is not None:
@@ -521,7 +547,8 @@ def _reduce(case: Case) -> Linked:
 def _along(case: Case, place: int) -> Linked:
     """Derives the dims of results of operators along one dim, such as sort or cumsum.
 
-    Results have the dims of the operands. The dim at `place` must not be divided.
+    Results have the dims of the operands in `case`. The operand's dim at position
+    `place`, along which the operator works, must not be divided.
     """
     full = [i for i, shape in enumerate(case.shapes) if shape == case.results[0]]
     case.join_all(list(zip(*(case.operands[i] for i in full), strict=True)))
@@ -538,7 +565,7 @@ def _sort(case: Case) -> Linked:
 
 
 def _resized(case: Case) -> Linked:
-    """Derives the dims of the results of slices and pads.
+    """Derives the dims of the results of slices and pads from the operand in `case`.
 
     Dims of unchanged size are kept. Dims of the operand whose size changes must not be
     divided.
@@ -557,10 +584,10 @@ def _resized(case: Case) -> Linked:
 
 
 def _windowed(case: Case) -> Linked:
-    """Derives the dims of the results of operators with windows, such as max pooling.
+    """Derives the dims of the results of windowed operators, such as max pooling.
 
-    Dims with a window of one element are kept. Dims with larger windows must not be
-    divided.
+    Dims of the operand in `case` with a window of one element are kept. Dims with
+    larger windows must not be divided.
     """
     sizes = case.params["window_dimensions"]
     outputs: list[Numbers] = []
@@ -579,8 +606,10 @@ def _windowed(case: Case) -> Linked:
 
 
 def _each(case: Case) -> Linked:
-    """Returns the dims of the operands, for operators whose results are their operands
-    in the same order."""
+    """Returns the dims of the operands in `case` as those of the results.
+
+    This is the rule of operators whose results are their operands in the same order.
+    """
     return Linked(outputs=tuple(case.operands))
 
 
@@ -613,10 +642,10 @@ def _reverse(case: Case) -> Linked:
 
 
 def _last(count: int) -> Callable[[Case], Linked]:
-    """Makes the rule of operators on the last `count` dims, such as Cholesky factors.
+    """Makes the rule of operators that work on the last `count` dims, such as Cholesky.
 
-    The rule derives the dims of an equation's results. The last `count` dims of
-    operands must not be divided. Other dims of unchanged size are kept.
+    The rule is a function that derives the dims of an equation's results. The last
+    `count` dims of operands must not be divided. Other dims of unchanged size are kept.
     """
 
     def rule(case: Case) -> Linked:

@@ -35,7 +35,7 @@ class Shaped(Protocol):
 Arrays = Sequence[Shaped]
 Count = Callable[[Arrays, Arrays, Mapping[str, Any]], float]
 """A function from operands, results and the primitive's parameters to the number of
-operations of one execution."""
+floating-point operations of one execution."""
 
 PER_ELEMENT: Mapping[str, float] = {
     "clamp": 2, "one_minus_square": 2,
@@ -65,7 +65,8 @@ SPECIAL = frozenset(
 )  # fmt: skip
 """Elementwise functions that processors evaluate as a series.
 
-They count as one operation, but take several times the work of an addition.
+Each counts as one operation per element, but takes several times the work of an
+addition.
 """
 
 ATTENTION = (
@@ -244,8 +245,10 @@ def _elementwise(name: str, each: float) -> Count:
 
 
 def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts the multiplications of repeated squaring, and one division if the power is
-    negative; 0 for integers."""
+    """Counts the operations of an integer power: repeated squaring.
+
+    A negative power has one division more. Integers count 0.
+    """
     power = abs(params["y"])
     steps = power.bit_length() + power.bit_count() - 2 if power else 0
     if not is_float(results[0]):
@@ -254,9 +257,10 @@ def _integer_pow(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -
 
 
 def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
-    """Counts the operations of Horner's rule: 2 per element and multiply-add.
+    """Counts the operations of a polynomial by Horner's rule: 2 per element and degree.
 
-    The operands, as of jax 0.12, are the argument and the coefficients.
+    The operands, as of jax 0.12, are the argument and the coefficients. Integers count
+    0.
     """
     del params
     if not is_float(results[0]):
@@ -278,7 +282,8 @@ def _dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
     """Counts the operations of a ragged matmul as those of a matmul without groups.
 
-    Each row is multiplied by the matrix of its group only.
+    The number of groups does not matter, because each row is multiplied by the matrix
+    of its own group only.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
@@ -382,8 +387,10 @@ def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 def _matrix(each: Callable[[int, int], float]) -> Count:
     """Makes a function that counts the operations of a matrix decomposition.
 
-    The function counts `each(longer side, shorter side)` for every matrix of the first
-    operand. The formulas are those of Golub and Van Loan (2013).
+    `each` gives those of one matrix.
+
+    The function adds up `each(longer side, shorter side)` over all matrices of the
+    first operand. The formulas are those of Golub and Van Loan (2013).
     """
 
     def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:

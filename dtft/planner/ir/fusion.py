@@ -38,7 +38,7 @@ PRODUCTS = ("matmul", "convolution", "kernel")
 """Kinds of operators ("products") that XLA does not fuse: each is a kernel of its own.
 They have most of a model's operations."""
 RELABELS = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier", "name")
-"""Operators whose result is their operand in another shape or order."""
+"""Operators whose result has their operand's elements, in another shape or order."""
 ROW = 16384
 """Number of elements of the longest row that one kernel reduces and reads again. In
 compiled steps, rows of 16384 had one kernel; rows of 32768 had several."""
@@ -51,11 +51,11 @@ class Kernel:
     """A kernel that writes one array."""
 
     number: int
-    """Number of the operator whose result is written."""
+    """Number (position in the program) of the operator whose result is written."""
     value: int
-    """The array that is written."""
+    """Number of the array that is written."""
     reads: frozenset[int]
-    """The arrays that are read."""
+    """Numbers of the arrays that are read."""
     merged: bool = field(default=False)
     """Whether another kernel, which reads or writes the same arrays, also does the work
     of this kernel."""
@@ -125,14 +125,14 @@ def unfused_bytes(graph: Graph) -> dict[int, float]:
 
 
 def relabelled(operator: Operator, index: int) -> int:
-    """Returns the operand that has the same elements as result `index` of an operator.
+    """Returns the operand that has the same elements as a result of an operator.
 
     Of an operator with as many operands as results, such as an optimization barrier,
     this is the operand at the result's position, else the first operand.
 
     Args:
         operator: an operator of `RELABELS`, or a reduction of dims of size 1.
-        index: one of the operator's results.
+        index: the number of the result's array.
     """
     if len(operator.inputs) == len(operator.outputs):
         return operator.inputs[operator.outputs.index(index)]
@@ -166,10 +166,11 @@ class _Fusion:
     # Arrays in memory.
 
     def _resolve(self, kept: set[int], consumers: Mapping[int, int]) -> set[int]:
-        """Finds the roots of each array: the arrays in memory from which a kernel
-        computes it.
+        """Decides which arrays are in memory, and from which others are computed.
 
-        Adds to `kept` the arrays that kernels do not compute again, and returns `kept`.
+        The roots of an array are the arrays in memory from which a kernel computes it.
+        Adds to `kept` the arrays that are cheaper to write than to compute again, and
+        returns `kept`.
 
         Args:
             kept: the arrays that are in memory in any case.
@@ -199,13 +200,13 @@ class _Fusion:
         return defaultdict(int, {index: len(some) for index, some in found.items()})
 
     def _is_recomputed(self, index: int, consumers: int) -> bool:
-        """Whether each kernel that needs an array computes it from its roots.
+        """Whether each kernel that needs an array computes it from arrays in memory.
 
         False if it moves fewer bytes to write the array to memory once, and to read it
         in each of these kernels. True for arrays that are in memory in any case.
 
         Args:
-            index: the array.
+            index: the number of the array.
             consumers: the number of kernels that need the array.
         """
         if consumers < 2 or index in self.kept or self._roots[index] == {index}:
@@ -234,10 +235,10 @@ class _Fusion:
         return kept | self._hoisted
 
     def source(self, index: int) -> int:
-        """Returns the array that an array only reshapes, transposes or copies.
+        """Returns the array whose elements an array has, in another shape or order.
 
-        Follows all operators of `RELABELS` back. Returns `index` if such an operator
-        does not make the array.
+        Goes back through reshapes, transposes and copies (`RELABELS`). Returns `index`
+        if no such operator makes the array.
         """
         while (maker := self.makers.get(index)) and self._relabels(maker):
             index = relabelled(maker, index)
@@ -252,7 +253,7 @@ class _Fusion:
         return same or operator.primitive in RELABELS
 
     def _find_roots(self, operator: Operator, index: int) -> frozenset[int]:
-        """Finds the arrays in memory from which a kernel computes an array."""
+        """Finds the arrays in memory from which a kernel computes array `index`."""
         if self._relabels(operator):
             return self.roots(relabelled(operator, index))
         if index in self._sums:
@@ -262,19 +263,22 @@ class _Fusion:
         return self.read_by(operator)
 
     def roots(self, index: int) -> frozenset[int]:
-        """Finds the arrays that a kernel reads for an array of the program."""
+        """Returns the arrays in memory from which a kernel computes an array.
+
+        This is the array itself if it is in memory.
+        """
         return self._roots.get(index, frozenset((index,)))
 
     def read_by(self, operator: Operator) -> frozenset[int]:
-        """Finds the arrays that a kernel reads for the operands of an operator."""
+        """Returns the arrays in memory that a kernel reads to compute an operator."""
         return frozenset().union(*map(self.roots, operator.inputs))
 
     def _scattered_into(self) -> Iterator[tuple[int, tuple[int, int, int]]]:
         """Finds the scatters into zeros whose result is only added to another array.
 
         Yields:
-            The scatter's result, and the numbers of the other array, the zeros and the
-            sum.
+            The number of the scatter's result, and the numbers of the other array, of
+            the zeros and of the sum.
         """
         for operator in self.graph.operators:
             if operator.kind != "scatter" or operator.unread or not operator.inputs:
@@ -288,7 +292,7 @@ class _Fusion:
                     yield made, (into, zeros, readers[0].outputs[0])
 
     def _find_hoisted(self) -> Iterator[int]:
-        """Yields the broadcasts in loops that are the same in each iteration."""
+        """Yields results of broadcasts in loops that are equal in all iterations."""
         varying = {inner for loop in self.graph.loops for _, inner in loop.sliced}
         for loop in self.graph.loops:
             varying.update(into for _, into, _, _ in loop.carried)
@@ -351,8 +355,10 @@ class _Fusion:
             )
 
     def _size(self, kernel: Kernel) -> int:
-        """Returns the number of elements that a kernel's loop runs over; 0 for kernels
-        that do not run over all elements of their operands."""
+        """Returns the number of elements that a kernel's loop runs over.
+
+        0 for kernels that do not run over all elements of their operands.
+        """
         operator = self.graph.operators[kernel.number]
         if operator.kind in CHEAP:
             return self.graph.values[kernel.value].size
@@ -361,9 +367,10 @@ class _Fusion:
         return 0
 
     def _is_merged(self, kernel: Kernel, readers: Iterable[Kernel]) -> bool:
-        """Whether the kernels that read the result of a row reduction also compute it.
+        """Decides whether the kernels that read the result of a row reduction make it.
 
-        If so, marks these kernels (`Kernel.rows`).
+        If so, no other kernel computes the reduction; marks these kernels
+        (`Kernel.rows`) and returns True.
 
         Args:
             kernel: the kernel of the reduction; False for any other kernel.
@@ -395,8 +402,10 @@ class _Fusion:
         return math.prod(before[len(after) :]) <= ROW
 
     def _is_costly(self, operator: Operator) -> bool:
-        """Whether the kernel of an operator computes exponentials or similar functions
-        of all elements of the operator's first operand."""
+        """Whether an operator's kernel computes exponentials or similar functions.
+
+        Only functions of as many elements as the operator's first operand has count.
+        """
         values = self.graph.values
         size = values[operator.inputs[0]].size
         seen, open_ = set[int](), list(operator.inputs)
@@ -413,7 +422,7 @@ class _Fusion:
         return False
 
     def bytes_of(self, kernel: Kernel) -> float:
-        """Computes the bytes of a kernel in all executions of a step."""
+        """Computes the bytes that a kernel moves in all executions of a step."""
         values = self.graph.values
         operator = self.graph.operators[kernel.number]
         written = self._written(kernel.value)
@@ -470,11 +479,13 @@ class _Fusion:
     def _in_order(
         self, index: int, batch: tuple[int, ...], summed: tuple[int, ...]
     ) -> bool:
-        """Whether an operand's elements lie in an order that a matmul reads in place:
-        batch dims first, contracted dims next to each other and in their order.
+        """Whether a matmul can read an operand without a copy in another order.
+
+        It can if batch dims are first in memory, and contracted dims next to each other
+        and in their order.
 
         Args:
-            index: the operand.
+            index: the number of the operand.
             batch: the batch dims of the matmul's result.
             summed: positions of the contracted dims in the operand.
         """
@@ -491,7 +502,10 @@ class _Fusion:
         return False
 
     def _order(self, index: int) -> list[int]:
-        """Returns the positions of an array's dims, in the order of memory."""
+        """Returns the positions of an array's dims in their order in memory.
+
+        A transposed array lies in the order of the operand of its transpose.
+        """
         value, maker = self.graph.values[index], self.makers.get(index)
         if maker is None or maker.primitive != "transpose":
             return list(range(len(value.dims)))

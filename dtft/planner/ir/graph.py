@@ -103,10 +103,11 @@ class Operator:
     strided: float = 0.0
     """Elements of one execution that are read with a stride, across memory order."""
     turned: float = 0.0
-    """Further elements (of transposed products) that are read with a stride if a mesh
-    axis divides a dim in `turned_over`."""
+    """Further elements, of transposed matmuls and convolutions, that are read with a
+    stride if a mesh axis divides a dim in `turned_over`."""
     turned_over: tuple[int, ...] = ()
-    """The contracted dims of the products whose elements `turned` counts."""
+    """The contracted dims of the matmuls and convolutions whose elements `turned`
+    counts."""
     trips: int
     """Executions in a step: the product of the lengths of the loops around it; 0 in
     every branch of a `cond` but the branch with the most flops."""
@@ -118,10 +119,11 @@ class Operator:
     `dot_general`; for a convolution, positions of the input channels. Empty for other
     primitives."""
     precision: str = ""
-    """JAX's precision of a product: `high`, `highest`, or the name of a
+    """JAX's precision of a matmul or convolution: `high`, `highest`, or the name of a
     `jax.lax.DotAlgorithmPreset`; empty for the default."""
     whole: tuple[int, ...] = ()
-    """Dims that this operator needs undivided (sorted along, rolled, indexed)."""
+    """Dims that this operator needs undivided, because it sorts, rolls or indexes along
+    them."""
     again: bool = False
     """Whether the operator is recomputed in the backward pass (rematerialized)."""
     unread: bool = False
@@ -200,8 +202,10 @@ class Graph:
         return sum(op.flops * op.trips for op in self.operators if not op.unread)
 
     def bytes_of(self, operator: Operator) -> int:
-        """Returns the bytes that an operator without fusion reads and writes in one
-        execution."""
+        """Returns the bytes of an operator's operands and results.
+
+        Without fusion, these are read and written in one execution.
+        """
         num_bytes = self._num_bytes
         return sum([num_bytes[i] for i in (*operator.inputs, *operator.outputs)])
 

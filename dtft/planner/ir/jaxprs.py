@@ -1,8 +1,8 @@
-"""Walks and rebuilds jaxprs, including nested calls.
+"""Walks and rebuilds jaxprs, including the programs that they call.
 
-Defines which equations only call another program, the order in which their bodies are
-visited, and the number of each operator. The planner's tracer and the code that runs a
-plan share these definitions.
+Defines which equations are calls (such as `jit`, `scan` and `cond`: they only run other
+programs), the order in which their bodies are visited, and the number of each operator.
+The planner's tracer and the code that runs a plan share these definitions.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,15 +32,17 @@ CALLS: Mapping[str, tuple[str, ...]] = {
 hold these programs."""
 
 _PLAIN = frozenset({"jit", "pjit", "closed_call", "call", "eval_jaxpr"})
-"""Calls that are equivalent to their inlined bodies."""
+"""Primitives of calls that are equivalent to their inlined bodies."""
 
 REMAT = frozenset({"remat2", "checkpoint"})
 """Names of the primitive of `jax.checkpoint` in different JAX versions."""
 
 
 def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yields the programs that a call runs, in the order of `CALLS`; none for other
-    equations."""
+    """Yields the programs that an equation runs, such as the body of a `jit` or `scan`.
+
+    They are in the order of `CALLS`. Yields nothing for equations that call no program.
+    """
     for name in CALLS.get(eqn.primitive.name, ()):
         value = eqn.params[name]
         for body in value if isinstance(value, (tuple, list)) else (value,):
@@ -48,11 +50,12 @@ def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """Returns a copy of a call with `change` applied to each of its `bodies`.
+    """Returns a copy of an equation with other programs in place of those that it runs.
 
     Args:
-        eqn: an equation; an equation that is not a call is returned unchanged.
-        change: a function that keeps the types of a program's arguments and results.
+        eqn: an equation; one that runs no program is returned unchanged.
+        change: function from a program (one of `bodies`) to the new program, whose
+            arguments and results have the same types.
     """
     names = CALLS.get(eqn.primitive.name)
     if not names:
@@ -62,11 +65,11 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 
 
 def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Yields all equations that are not calls, also those of nested programs.
+    """Yields all equations that call no program, also those of nested programs.
 
     The position of an equation is its operator number. The order is depth first in
-    program order. Every body is visited once, in place of its call. A `while` has its
-    condition before its body; a `cond` has all branches.
+    program order. The programs that an equation calls are visited once, in its place. A
+    `while` has its condition before its body; a `cond` has all branches.
 
     >>> import jax, jax.numpy as jnp
     >>> def layers(x):
@@ -85,10 +88,10 @@ def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 def uncut(jaxpr: Jaxpr, start: int = 0) -> Iterator[tuple[int, int]]:
     """Yields the ranges of operators that a cut of the program must not separate.
 
-    There is a range [start, stop) of operator numbers for each call that is not
-    equivalent to its inlined body: a loop, a `cond` with all branches, a rematerialized
-    part, a function with a custom derivative, and others. Calls inside of these have no
-    range of their own.
+    There is a range [start, stop) of operator numbers (positions in `operators`) for
+    each equation that calls a program and is not equivalent to its inlined body: a
+    loop, a `cond` with all branches, a rematerialized part, a function with a custom
+    derivative, and others. Equations inside of these have no range of their own.
 
     Args:
         jaxpr: a program.

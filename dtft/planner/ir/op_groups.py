@@ -14,7 +14,7 @@ from dtft.planner.ir.graph import Graph, Operator, item_bits
 
 
 def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
-    """Returns the values that marked operators need.
+    """Returns the numbers of the values that marked operators need.
 
     These are the operands of marked operators, and the values from which unmarked
     operators compute these operands.
@@ -37,7 +37,8 @@ def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
 def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
     """Maps each value to the values that its operator or loop computes it from.
 
-    Results of operators that `waits` marks are left out.
+    Results of operators that `waits` (a mark for each operator number) marks are left
+    out.
     """
     sources: dict[int, list[int]] = {}
 
@@ -81,10 +82,12 @@ def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator,
 
     Args:
         graph: the program.
-        fused: kinds of operators that read a slice in place.
+        fused: kinds of operators that read a slice in place, so that it is not copied
+            for them.
 
     Yields:
-        An operator, and how often one execution reads or writes the bytes of a slice.
+        An operator for each array whose slices are copied, and how often one of its
+        executions reads or writes the bytes of a slice.
     """
     copied = {
         index
@@ -105,7 +108,13 @@ def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator,
 
 
 def _copy(first: Operator, part: int, primitive: str) -> Operator:
-    """Makes an operator that copies a slice in the loop that begins with `first`."""
+    """Makes an operator that copies a slice of a stacked array in a loop.
+
+    Args:
+        first: the first operator of the loop's body.
+        part: the number of the slice's value.
+        primitive: the primitive of the new operator.
+    """
     return Operator(
         primitive=primitive,
         kind="layout",
@@ -138,28 +147,31 @@ _KEPT = SPECIAL | {"div", "rem", "sqrt", "rsqrt"}
 
 
 _NATIVE_BITS = 32
-"""Least bits of an element for which XLA merges a product with its transpose.
+"""Least bits of an element for which XLA merges a matmul with the transpose of its
+result.
 
-XLA converts a result of fewer bits before the transpose, and so cannot merge both."""
+XLA converts a result of fewer bits before the transpose, and so cannot merge both.
+"""
 
 
 def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
     """Counts the elements that operators read with a stride, because of a transpose.
 
     `Operator.turned` counts the elements that are read with a stride only if the
-    transposed product is a partial sum (a mesh axis divides its contracted dims).
-    `Operator.strided` counts all other elements, such as those of products in bfloat16,
-    which XLA converts before the transpose.
+    transposed array is the partial sum of a matmul (a mesh axis divides its contracted
+    dims). `Operator.strided` counts all other elements, such as those of matmuls in
+    bfloat16, which XLA converts before the transpose.
 
     The elements of a transposed array are counted for each elementwise operator that
     reads the array. If no operator reads the array (it only leaves its loop or the
     program), its elements are counted for the transpose. A transpose that keeps the
     last dim moves whole rows and is not counted.
 
-    A product reads rows and columns equally fast, unless it is a convolution or a
-    matmul that contracts several dims. XLA copies the left operand of such a product if
-    the contracted dims are not the operand's last dims. The operand's elements are then
-    counted for the product, once per array from which the operand is computed.
+    A matmul that contracts one dim reads rows and columns equally fast. XLA copies the
+    left operand of a convolution, or of a matmul that contracts several dims, if the
+    contracted dims are not the operand's last dims. The operand's elements are then
+    counted for the convolution or matmul, once per array from which the operand is
+    computed.
 
     Returns:
         The changed operators, by their number.
@@ -203,7 +215,11 @@ def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
 
 
 def _reading(operator: Operator, size: float, over: tuple[int, ...]) -> Operator:
-    """Adds elements to an operator's `strided`, or to `turned` if `over` has dims."""
+    """Returns an operator with `size` more elements that it reads with a stride.
+
+    They are added to `Operator.strided`, or to `turned` if a mesh axis must divide one
+    of the dims `over` (contracted dims of a matmul) for the stride.
+    """
     if not over:
         return replace(operator, strided=operator.strided + size)
     dims = tuple(sorted({*operator.turned_over, *over}))
@@ -213,15 +229,15 @@ def _reading(operator: Operator, size: float, over: tuple[int, ...]) -> Operator
 def _folded(
     graph: Graph, turned: Operator, product: Operator | None
 ) -> tuple[int, ...]:
-    """Returns the contracted dims of a product that XLA merges with its transpose.
+    """Returns the contracted dims of a matmul that XLA merges with a transpose.
 
-    XLA exchanges the operands of a product of matrices, or of stacks of matrices, if
-    the transpose swaps rows and columns and nothing else reads the product. Returns ()
-    if XLA does not merge product and transpose.
+    XLA exchanges the operands of a matmul of matrices, or of stacks of matrices, if the
+    transpose swaps rows and columns and nothing else reads the result. Returns () if
+    XLA does not merge matmul and transpose.
 
     Args:
         graph: the program.
-        turned: the transpose.
+        turned: the transpose of the matmul's result.
         product: the operator whose result is transposed, if nothing else reads it.
     """
     if product is None or product.kind != "matmul" or len(product.contracted[0]) != 1:
@@ -235,7 +251,9 @@ def _folded(
 
 
 def _copies_left(graph: Graph, operator: Operator) -> bool:
-    """Whether XLA copies a product's left operand so that contracted dims come last.
+    """Whether XLA copies an operator's left operand so that contracted dims come last.
+
+    False for all operators but matmuls and convolutions.
 
     A matmul that contracts a single dim needs no copy.
     """
@@ -248,10 +266,11 @@ def _copies_left(graph: Graph, operator: Operator) -> bool:
 
 
 def _fused(graph: Graph, index: int, makers: Mapping[int, Operator]) -> set[int]:
-    """Returns the arrays that XLA reads when it copies a value into another order.
+    """Returns the arrays that XLA reads when it copies value `index` in another order.
 
     XLA fuses the elementwise operators that compute the value into the copy, and
     recomputes them for other readers. Expensive functions (`_KEPT`) are not fused.
+    `makers` has the operator that computes each value.
     """
     size, read, seen, open_ = graph.values[index].size, set[int](), {index}, [index]
     while open_:
@@ -289,11 +308,12 @@ def _turns(graph: Graph, operator: Operator) -> bool:
 def _readers(
     graph: Graph, index: int, readers: Mapping[int, list[int]]
 ) -> list[int] | None:
-    """Returns the numbers of the elementwise operators that read a value, also through
-    operators in `_SAME`.
+    """Returns the numbers of the elementwise operators that read a value.
 
-    An operator in `_SAME` without readers counts as a reader. Returns None if no
-    operator reads the value."""
+    Operators in `_SAME`, such as casts, are passed through: those that read their
+    results count instead, or themselves if none does. Returns None if no operator reads
+    the value. `readers` has the numbers of all operators that read each value.
+    """
     if not readers.get(index):
         return None
     found = []
@@ -324,8 +344,8 @@ class OpGroup:
     region: str
     """The part of the step: forward, backward or update."""
     last: bool = False
-    """Whether the group sums over dims, and nothing in the forward and backward pass
-    waits for the sums (the update may wait)."""
+    """Whether the group sums over dims, and only the update waits for the sums, or
+    nothing: no operator of the forward and backward pass does."""
     copies: bool = False
     """Whether the group represents the copies of loops (`loop_copies`)."""
     moved: float = 1.0
@@ -422,15 +442,26 @@ def group_operators(
 
 
 def _share(graph: Graph, moved: Mapping[int, float], numbers: list[int]) -> float:
-    """Returns the bytes that kernels read and write for operators (`moved`), divided by
-    the bytes of the operators' operands and results; 0 if these are 0."""
+    """Returns the bytes that kernels move per byte of operators' operands and results.
+
+    Args:
+        graph: the program.
+        moved: map from the number of an operator to the bytes of its kernels in a step.
+        numbers: the operators' numbers.
+
+    Returns:
+        The ratio; 0 if the operators have no bytes.
+    """
     operators = [graph.operators[number] for number in numbers]
     own = sum(graph.bytes_of(operator) * operator.trips for operator in operators)
     return sum(moved.get(number, 0.0) for number in numbers) / own if own else 0.0
 
 
 def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
-    """Groups the copies that loops make; slices with the same dims form one group."""
+    """Groups the copies that loops make of slices of stacked arrays.
+
+    Slices with the same dims form one group. `alias` maps dims as in `group_operators`.
+    """
     alike: dict[object, list[tuple[Operator, int]]] = defaultdict(list)
     for operator, passes in loop_copies(graph, CHEAP):
         alike[_key(graph, operator, alias)].append((operator, passes))
@@ -455,11 +486,13 @@ def _waits(operator: Operator) -> bool:
 def _moved(
     graph: Graph, operators: list[Operator], readers: Mapping[int, int]
 ) -> float:
-    """Returns the total bytes that cheap operators over the same dims read and write.
+    """Returns the bytes that cheap operators over the same dims move in a step.
 
-    In the update, the operators are one fused loop: only values that enter or leave the
-    loop count. In the other regions, all operands and results of each operator count;
-    `OpGroup.moved`, or `Efficiency.fuse` on CPU, later reduces their bytes.
+    These are the bytes that they read and write. In the update, the operators are one
+    fused loop: only values that enter or leave the loop count. In the other regions,
+    all operands and results of each operator count; `OpGroup.moved`, or
+    `Efficiency.fuse` on CPU, later reduces their bytes. `readers` counts for each value
+    the operators that read it.
     """
     if region(operators[0]) != "update":
         return sum(graph.bytes_of(op) * op.trips for op in operators)
@@ -487,10 +520,10 @@ def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
 
 
 def _merged(graph: Graph, operators: list[Operator], total: float) -> OpGroup:
-    """Makes a group of operators, which the largest operator represents.
+    """Makes one group of operators; the operator with the most bytes represents it.
 
     `OpGroup.times` is `total`, the bytes that all operators read and write in a step,
-    divided by the bytes of one execution of the largest operator.
+    divided by the bytes of one execution of this operator.
     """
     largest = max(operators, key=graph.bytes_of)
     own = graph.bytes_of(largest)

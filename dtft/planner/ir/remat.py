@@ -27,7 +27,7 @@ def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, 
     """Selects the places where a sequence of operators is cut into blocks.
 
     Minimizes the bytes that cross all cuts plus the bytes inside the largest block. The
-    result is at most a factor of 1.19 above the minimum.
+    sum is at most a factor of 1.19 above the minimum.
 
     Args:
         inside: bytes that each operator writes.
@@ -65,6 +65,9 @@ def _cheapest(
     crossing: Sequence[float], upto: Sequence[float], limit: float
 ) -> tuple[float, tuple[int, ...]] | None:
     """Finds the cuts with the fewest crossing bytes for blocks of up to `limit` bytes.
+
+    `crossing` has the bytes that cross each place between two operators, and `upto` the
+    running sums of the bytes that the operators write, from 0 on.
 
     Returns the crossing bytes and the cuts, or None if a single operator exceeds the
     limit. A sliding window holds the possible starts of the block that ends at an
@@ -151,18 +154,22 @@ def rematerialized(
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """Options of `rematerialized` that all blocks share."""
+    """The policy and the test for operators to keep together that all blocks share.
+
+    See `rematerialized`.
+    """
 
     policy: Policy
     joined: Callable[[JaxprEqn], bool]
 
 
 def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
-    """Cuts the equations of a program into blocks and wraps them in `jax.checkpoint`.
+    """Cuts a program's equations into blocks and wraps each in `jax.checkpoint`.
 
     The body of a scan is one block. The bodies of `jit` and similar calls are cut into
     blocks too, if they have a scan or more than half of the program's operators. A last
-    block that is no body of a scan is wrapped only if `wrap_last`.
+    block that is no body of a scan is wrapped only if `wrap_last`. `asked` has the
+    options.
     """
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)
@@ -284,7 +291,14 @@ def _block(
 def _remat_equation(
     body: Jaxpr, results: Sequence[Var], policy: Policy, *, prevent_cse: bool
 ) -> JaxprEqn:
-    """Makes the equation that `jax.checkpoint` would create for a program."""
+    """Makes the equation that `jax.checkpoint` would create for a program.
+
+    Args:
+        body: the program.
+        results: the variables that the equation assigns.
+        policy: selects the results of `body` that are kept for the backward pass.
+        prevent_cse: whether the recomputation is kept apart from the first computation.
+    """
     wrap = jax.checkpoint(lambda x: x, policy=policy, prevent_cse=prevent_cse)
     (eqn,) = jax.make_jaxpr(wrap)(0.0).eqns
     return eqn.replace(
@@ -297,7 +311,7 @@ def _remat_equation(
 def _last_uses(jaxpr: Jaxpr) -> dict[Var, int]:
     """Maps each variable to the index of the last equation that reads the variable.
 
-    Maps the results of the program to the number of equations.
+    Results of the program have the number of equations as their index.
     """
     uses: dict[Var, int] = {}
     for index, eqn in enumerate(jaxpr.eqns):
@@ -320,10 +334,10 @@ def _crossing(
 
 
 def _inside(eqn: JaxprEqn) -> float:
-    """Counts the bytes that an equation writes.
+    """Counts the bytes that an equation writes; 0 for a sharding constraint.
 
-    A sharding constraint writes nothing. So a plan's constraints do not change the
-    blocks, and the blocks that are run are those that the planner priced.
+    So a plan's constraints do not change the blocks, and the blocks that are run are
+    those that the planner priced.
     """
     written = (
         [eqn]

@@ -113,8 +113,10 @@ class RepeatClasses:
 
 
 def find_repeats(graph: Graph) -> RepeatClasses:
-    """Finds the repeated blocks of a program, and the dims and operators that are equal
-    in the copies of a block."""
+    """Finds the repeated blocks of a program, such as layers.
+
+    Also finds the dims and operators that are equal in the copies of a block.
+    """
     signatures = _Signatures(graph)
     kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
     classes = _Classes(graph)
@@ -189,9 +191,12 @@ def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
 def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int]]:
     """Finds runs in which each operator equals the operator one period later.
 
-    Returns start, length and period of each run; the length is without the last period.
-    Runs that cover the most operators are first; of runs that cover equally many, the
-    run with the shortest period is first.
+    `kinds` has a number for each operator, equal for equal operators; `periods` are the
+    distances to try.
+
+    Returns start, length and period of each run, in operators; the length is without
+    the last period. Runs that cover the most operators are first; of runs that cover
+    equally many, the run with the shortest period is first.
     """
     found: list[tuple[int, int, int]] = []
     for period in periods:
@@ -205,9 +210,11 @@ def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int
 
 
 def _chained(graph: Graph, start: int, period: int) -> bool:
-    """Whether the second copy reads values that the first copy writes, as in layers.
+    """Whether a second copy of operators reads values that the first copy writes.
 
-    Parallel branches (queries, keys, values) have equal operators but are no layers.
+    Layers do; parallel branches (queries, keys, values), which have equal operators
+    too, do not. The first copy has the `period` operators from number `start` on, the
+    second copy the next `period`.
     """
     first = graph.operators[start : start + period]
     second = graph.operators[start + period : start + 2 * period]
@@ -218,14 +225,21 @@ def _chained(graph: Graph, start: int, period: int) -> bool:
 def _pairs(
     graph: Graph, start: int, length: int, period: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields pairs of a dim and the dim at the same position one period later."""
+    """Yields pairs of a dim and the dim at the same position one period later.
+
+    The first dims are those of the `length` operators from number `start` on, the
+    second those of the operators `period` later.
+    """
     for number in range(start, start + length):
         one, other = graph.operators[number], graph.operators[number + period]
         yield from zip(_dims(graph, one), _dims(graph, other), strict=True)
 
 
 class _Classes:
-    """Classes of dims; no array has two different dims of one class."""
+    """Classes of dims that are equal in repeated layers.
+
+    No array has two different dims of one class.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._dims = graph.dims
@@ -301,10 +315,10 @@ class LayerStack:
     shares: Mapping[Part, float]
     """Each part's share of the time of the forward and backward pass."""
     boundary: tuple[int, ...]
-    """Values that one layer passes to the next layer."""
+    """Numbers of the values that one layer passes to the next layer."""
     readers: Mapping[int, frozenset[Part]]
-    """Map from an argument's value to the parts that read it. Arguments that neither
-    the forward nor the backward pass reads are left out."""
+    """Map from the number of an argument's value to the parts that read it. Arguments
+    that neither the forward nor the backward pass reads are left out."""
     parts: Mapping[int, Part]
     """Map from the number of each operator of the forward and backward pass to its
     part."""
@@ -312,7 +326,10 @@ class LayerStack:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LayerRun:
-    """A run of equal layers, one after another."""
+    """A run of equal layers, one after another, or a loop over layers.
+
+    Its operators have the numbers from `start` to below `stop`.
+    """
 
     count: int
     start: int
@@ -356,7 +373,10 @@ def find_layers(
 
 
 def _loops(graph: Graph) -> Iterator[_LayerRun]:
-    """Yields outermost loops with two or more iterations that slice an argument."""
+    """Yields the loops that may be loops over layers.
+
+    These are outermost loops with two or more iterations that slice an argument.
+    """
     for loop in graph.loops:
         start, stop = loop.operators
         if start == stop or len(graph.operators[start].within) != 1:
@@ -379,7 +399,10 @@ def _run(graph: Graph, count: int, start: int, stop: int, period: int) -> _Layer
 
 
 def _region(graph: Graph, run: _LayerRun) -> str:
-    """Returns the part of the step with most of a run's floating-point operations."""
+    """Returns the part of the step (forward, backward or update) that a run is in.
+
+    If it is in several, the part with most of the run's floating-point operations.
+    """
     found: dict[str, float] = {}
     for operator in graph.operators[run.start : run.stop]:
         where = region(operator)
@@ -390,8 +413,11 @@ def _region(graph: Graph, run: _LayerRun) -> str:
 def _parts(
     graph: Graph, forward: _LayerRun, backward: _LayerRun
 ) -> Iterator[tuple[int, Part]]:
-    """Yields the number of each operator of the forward and backward pass, and its part
-    (`LayerStack`)."""
+    """Yields the number and the part of each operator of the forward and backward pass.
+
+    The parts are `first`, `layers` and `last` (`LayerStack`). `forward` and `backward`
+    are the layers of both passes.
+    """
     for number, operator in enumerate(graph.operators):
         if region(operator) == "update":
             continue
@@ -405,10 +431,10 @@ def _parts(
 
 
 def _boundary(graph: Graph, run: _LayerRun) -> tuple[int, ...]:
-    """Returns the values that cross from one layer to the next.
+    """Returns the numbers of the values that cross from one layer to the next.
 
-    For a loop, these are the carried values that its body computes. For other layers,
-    the cut with the fewest bytes is selected.
+    For a loop, these are the carried values that its body computes, after the loop. For
+    other layers, these are the values at the cut that the fewest bytes cross.
     """
     if not run.period:
         (loop,) = (x for x in graph.loops if x.operators == (run.start, run.stop))

@@ -1,6 +1,6 @@
 """Traces a step or loss with JAX and converts its jaxpr to a `Graph`.
 
-`trace` is the entry point. Tracing computes nothing and allocates no array, so
+Other modules call `trace`. Tracing computes nothing and allocates no array, so
 arguments may be `jax.ShapeDtypeStruct`s of any size. cuDNN's attention is traced on
 machines without cuDNN, too. The body of a loop is entered once, and its operators are
 counted once for each iteration (`Operator.trips`). A scan has a known number of
@@ -38,7 +38,7 @@ Known = int | Literal
 
 
 class Draft(NamedTuple):
-    """A value whose dims do not have their final numbers yet."""
+    """A value whose dims still have the temporary numbers of the walk (`Dims`)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,7 +47,10 @@ class Draft(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """An operator whose dims do not have their final numbers yet."""
+    """An operator of the program whose dims still have temporary numbers (`Dims`).
+
+    It becomes an `Operator`.
+    """
 
     primitive: str
     kind: OperatorKind
@@ -86,7 +89,10 @@ class Drafts:
         self._dtypes: dict[Any, str] = {}
 
     def value(self, aval: Any, dims: Numbers | None = None) -> int:
-        """Adds a value, with new dims if no dims are given; returns its index."""
+        """Adds a value with the shape and dtype of `aval`; returns its index.
+
+        Without `dims`, it gets new dims.
+        """
         shape = tuple(getattr(aval, "shape", ()))
         dtype = self._dtype(getattr(aval, "dtype", None))
         numbers = self.dims.news(shape) if dims is None else dims
@@ -94,12 +100,14 @@ class Drafts:
         return len(self.values) - 1
 
     def held(self, known: Known) -> int:
-        """Returns the index of an array's value; adds a value for a literal."""
+        """Returns the index of an array's value; a literal first becomes a value."""
         return self.value(known.aval) if isinstance(known, Literal) else known
 
     def copy(self, index: int) -> int:
-        """Adds a value with the shape, dtype and dims of value `index`; returns the new
-        value's index."""
+        """Adds a value with the shape, dtype and dims of value `index`.
+
+        Returns the index of the new value.
+        """
         self.values.append(self.values[index])
         return len(self.values) - 1
 
@@ -107,8 +115,9 @@ class Drafts:
         """Adds the slice of an array that one loop iteration reads; returns its index.
 
         Args:
-            index: the array.
-            along: the loop's dim, which is joined with the first dim of the array.
+            index: index of the array's value.
+            along: the dim of the loop's iterations, which is joined with the array's
+                first dim.
         """
         whole = self.values[index]
         self.dims.join(whole.dims[0], along)
@@ -116,25 +125,25 @@ class Drafts:
         return len(self.values) - 1
 
     def carried(self, before: list[int], out: list[int]) -> list[int]:
-        """Adds a result of the loop for each carried value; returns the results'
-        indices.
+        """Adds the values of a loop's carry after the loop; returns their indices.
 
         Args:
-            before: the carried values before the loop.
-            out: the body's results, whose dims are joined with the dims of `before`.
+            before: indices of the carried values before the loop.
+            out: indices of the body's results, whose dims are joined with the dims of
+                `before`.
         """
         for one, two in zip(before, out, strict=True):
             self.join(one, two)
         return [self.copy(index) for index in before]
 
     def join(self, one: int, two: int) -> None:
-        """Joins the dims of two arrays, which are then divided in the same way."""
+        """Joins the dims of two values, which are then divided in the same way."""
         pairs = zip(self.values[one].dims, self.values[two].dims, strict=True)
         for left, right in pairs:
             self.dims.join(left, right)
 
     def numbers(self, known: Known) -> Numbers:
-        """Returns the dims of an array; adds new dims for a literal."""
+        """Returns the numbers of an array's dims; adds new dims if it is a literal."""
         if isinstance(known, Literal):
             shape: tuple[int, ...] = getattr(known.aval, "shape", ())
             return self.dims.news(shape)
@@ -165,8 +174,11 @@ class Drafts:
             step.unread = bool(step.outputs) and needed.isdisjoint(step.outputs)
 
     def bytes_since(self, start: int) -> int:
-        """Returns the bytes that the operators from number `start` on read and write,
-        each in one execution."""
+        """Returns the bytes that operators move, each in one execution.
+
+        These are the operators from number `start` to the last; they read and write
+        these bytes.
+        """
         found = 0
         for step in self.steps[start:]:
             for index in (*step.inputs, *step.outputs):
@@ -188,11 +200,11 @@ _MIRRORED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
 def while_trip_count(eqn: JaxprEqn, known: Sequence[Any]) -> int | None:
-    """Returns the trip count of a while loop with a known start, step and bound.
+    """Returns the trip count of a while loop whose counter has known limits and step.
 
     Args:
         eqn: the loop.
-        known: for each operand its number if the operand is a literal, else None.
+        known: for each operand its value if the operand is a literal, else None.
 
     Returns:
         The trip count. None if the condition is not a single comparison (other than
@@ -229,7 +241,7 @@ class _CarryPosition:
 
 
 class _Carry:
-    """The carry of a loop, and how the loop's body updates each position."""
+    """The values that a loop carries, and how its body updates each of them."""
 
     def __init__(
         self, body: Jaxpr, num_consts: int, init: Sequence[Any], consts: Sequence[Any]
@@ -244,13 +256,17 @@ class _Carry:
         }
 
     def constant(self, index: int) -> Any:
-        """Returns the initial number at a position; None if unknown or if the body
-        changes the position."""
+        """Returns the carried number at a position if it is the same in all iterations.
+
+        None if the body changes it, or if it is unknown.
+        """
         return self.init[index] if self.outs[index] is self.ins[index] else None
 
     def step(self, index: int) -> Any:
-        """Returns the number that one iteration adds to the value at a position; None
-        if unknown."""
+        """Returns the number that one iteration adds to the value at a position.
+
+        None if unknown.
+        """
         out = self.outs[index]
         made = None if isinstance(out, Literal) else self.made.get(out)
         if made is None or made.primitive.name not in ("add", "sub"):
@@ -265,11 +281,15 @@ class _Carry:
 
 
 def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
-    """Returns the primitive's name and both sides of a loop condition that is a single
-    comparison.
+    """Returns the primitive's name and both sides of a loop condition.
 
-    A side is a number, a `_CarryPosition`, or None if unknown. Returns None if the
-    condition is no single comparison, or is `eq`.
+    A side is a number, a `_CarryPosition` (a value that the loop carries), or None if
+    unknown. Returns None if the condition is not a single comparison, or is `eq`.
+
+    Args:
+        condition: the program of the condition.
+        consts: the values of its first arguments, which the loop does not change; None
+            for unknown ones.
     """
     if len(condition.eqns) != 1 or condition.eqns[0].outvars != condition.outvars:
         return None
@@ -347,7 +367,8 @@ class Walk:
         Args:
             jaxpr: the body.
             operands: the arguments of the body.
-            frame: the loops and calls around the body.
+            frame: the loops and calls around the body, with the executions of its
+                operators.
         """
         known: dict[Any, Known] = {v: self.found.value(v.aval) for v in jaxpr.constvars}
         known.update(zip(jaxpr.invars, operands, strict=True))
@@ -478,8 +499,11 @@ class Walk:
         return list(after)
 
     def _cond(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
-        """Walks every branch; sets `trips` to 0 for the operators of all branches but
-        the branch with the most flops."""
+        """Walks every branch of a `cond`; returns the results of one branch.
+
+        It is the branch with the most flops. The operators of the other branches get
+        `trips` 0.
+        """
         found, best = self.found, -1.0
         found.needed.add(found.held(operands[0]))
         results: list[list[int]] = []
@@ -537,7 +561,11 @@ class Walk:
         ]
 
     def _undivided(self, dims: Numbers, shape: Sequence[int], spec: Any) -> Numbers:
-        """Returns an array's dims, with new dims for dims that the spec divides."""
+        """Returns an array's dims, but new ones for dims that a shard_map's spec
+        divides.
+
+        `shape` is the array's shape on the side that the dims are returned for.
+        """
         parts = (*spec, *(None,) * (len(dims) - len(tuple(spec))))
         return tuple(
             self.found.dims.new(size) if part else number
@@ -598,11 +626,11 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
 
 
 def _barred(eqn: JaxprEqn, operands: Sequence[Known]) -> Iterator[int]:
-    """Yields the operands that the lowering of `jax.checkpoint` puts behind an
-    optimization barrier.
+    """Yields the operands that `jax.checkpoint` puts behind an optimization barrier.
 
     These are the operands of a backward pass, unless the user allows CSE
-    (`prevent_cse=False`). Yields nothing for other equations.
+    (`prevent_cse=False`). Yields nothing for equations that are no backward pass of a
+    `jax.checkpoint`.
     """
     if eqn.primitive.name not in REMAT or not eqn.params["differentiated"]:
         return
@@ -694,7 +722,10 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
 
 
 class _Numbers:
-    """The final numbers of dims, assigned in the order of their first occurrence."""
+    """Final numbers for dims, in the order in which the dims first occur.
+
+    Dims that are divided in the same way get one number.
+    """
 
     def __init__(self, dims: Dims) -> None:
         self._dims = dims

@@ -5,7 +5,8 @@
 * `model`: the shape of a transformer and its layout. `program`: its step in JAX.
 * `predict`: prices the program with the planner; seconds by term, and memory.
 * `table`: reads rows of text as shapes and layouts.
-* `fitting`: fits scalars to measured rows, and ranks layouts by predicted seconds.
+* `fitting`: fits factors on predicted seconds to measured rows, and ranks layouts by
+  predicted seconds.
 """
 
 from typing import TYPE_CHECKING

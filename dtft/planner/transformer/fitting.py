@@ -1,4 +1,8 @@
-"""Fits scalars to measured steps, evaluates predictions, and searches layouts."""
+"""Fits factors of predictions to measured steps, and searches layouts.
+
+A row is one training run of a table, with its measured seconds of a step. A factor
+multiplies the predicted seconds of one kind of work or link (`Scales`).
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +21,7 @@ from dtft.planner.transformer.predict import memory, search_of, space_of
 
 
 Predictor = Callable[[np.ndarray], np.ndarray]
-"""Function from scalars to predicted seconds, one per row."""
+"""Function from factors (`Scales`, as an array) to predicted seconds, one per row."""
 
 _ALIKE = 1e-5
 """Relative difference up to which two predictions count as equal."""
@@ -25,16 +29,16 @@ _ALIKE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleFit:
-    """Scalars fitted to measured steps."""
+    """Factors fitted to measured steps, and the errors of the predictions."""
 
     values: np.ndarray
     errors: np.ndarray
-    """Relative residuals: predicted / measured - 1."""
+    """Relative error of each prediction: predicted / measured - 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PredictionAccuracy:
-    """Accuracy of predictions of measured rows."""
+    """How well predictions match measured rows (training runs): errors and order."""
 
     median_error: float
     """Median of |predicted / measured - 1|."""
@@ -51,7 +55,7 @@ NOISE = 0.03
 """Relative scatter of one measured step (`experiments/data/README.md`). The loss of
 `fit`, soft L1, is about linear in residuals above this."""
 SPREAD = 0.5
-"""Prior standard deviation of ln(scalar / value of the data sheet)."""
+"""Prior standard deviation of the logarithm of a factor relative to its start value."""
 
 
 def fit(
@@ -61,13 +65,13 @@ def fit(
     *,
     spread: float | np.ndarray = SPREAD,
 ) -> ScaleFit:
-    """Fits positive scalars so that predictions match the measured seconds.
+    """Fits positive factors so that predictions match the measured seconds.
 
     Args:
-        predict: Function from scalars to predicted seconds, one per row.
+        predict: Function from the factors to predicted seconds, one per row.
         measured: Measured seconds, one per row.
-        start: Values of the data sheet, which are the mean of the prior.
-        spread: Prior standard deviation of ln(value / start).
+        start: Start values of the factors, which are the mean of the prior.
+        spread: Prior standard deviation of ln(factor / start value).
     """
     start = np.asarray(start, float)
 
@@ -88,7 +92,10 @@ def leave_one_out(
     *,
     spread: float | np.ndarray = SPREAD,
 ) -> np.ndarray:
-    """Predicts the seconds of each row with scalars fitted to all other rows."""
+    """Predicts the seconds of each row with factors fitted to all other rows.
+
+    The arguments are those of `fit`.
+    """
     found = np.empty_like(measured)
     for left_out in range(len(measured)):
         others = np.arange(len(measured)) != left_out
@@ -133,10 +140,11 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Computes the ratio of the best measured time of `top` rows to that of all rows.
+    """Computes how much slower than the fastest row the best of `top` rows is.
 
-    The `top` rows are the rows with the shortest predicted times. A ratio of 1 means
-    that the row that was measured fastest is among them.
+    These `top` rows have the shortest predicted times. The result is the ratio of the
+    shortest measured time among them to that of all rows: 1 means that the row that was
+    measured fastest is among them.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
     1.1
@@ -150,7 +158,8 @@ def judge(
 ) -> PredictionAccuracy:
     """Computes errors over all rows, and concordance over the rows marked in `ranked`.
 
-    `ranked` has one bool per row.
+    Concordance is the share of pairs of rows in the right order. `ranked` has one bool
+    per row.
     """
     errors = np.abs(predicted / measured - 1)
     keep = np.asarray(ranked, bool)
@@ -172,13 +181,14 @@ def judge(
 
 
 UNIT_ERRORS: Mapping[str, float] = {"compute": 1.0, "collectives": 2.0}
-"""Relative errors by term, up to a factor. That collectives are twice as uncertain as
-computation is assumed, not fitted: shared networks differ more than devices."""
+"""Relative errors by term of a prediction, up to a common factor that `accuracy_from`
+derives. That collectives are twice as uncertain as computation is assumed, not fitted:
+shared networks differ more than devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnseenRows:
-    """Measured rows of one table, predicted by scalars fitted to other rows."""
+    """Measured training runs of one table, predicted by factors fitted to others."""
 
     terms: Mapping[str, np.ndarray]
     """Predicted seconds of `compute` and `collectives`, one per row."""
@@ -194,7 +204,10 @@ class UnseenRows:
         return (self.measured - sum(self.terms.values())) / np.hypot(*parts)
 
     def ends_s(self, accuracy: Accuracy) -> np.ndarray:
-        """Returns both ends of the interval of each row, [rows, 2], in seconds."""
+        """Returns the prediction interval of each row: lower and upper end, in seconds.
+
+        The array is [rows, 2]; `accuracy` has the errors that the intervals come from.
+        """
         names = list(self.terms)
         seconds = zip(*(self.terms[name] for name in names), strict=True)
         return np.array(
@@ -203,14 +216,16 @@ class UnseenRows:
 
 
 def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
-    """Derives the errors by term whose intervals hold `INTERVAL_SHARE` of some rows.
+    """Derives the errors of predictions from rows that no fit saw.
 
-    As many rows are above the intervals as are below. But an interval always contains
-    the prediction, even if most rows are on one side. Tables have equal weights,
-    regardless of their numbers of rows, because errors within a table are correlated.
+    With these errors by term, the prediction intervals hold the share `INTERVAL_SHARE`
+    of the rows, and as many rows are above the intervals as are below. But an interval
+    always contains the prediction, even if most rows are on one side. Tables have equal
+    weights, regardless of their numbers of rows, because errors within a table are
+    correlated.
 
     Args:
-        tables: rows that were not fitted to.
+        tables: the measured rows (training runs) of each table.
         source: origin of the figures, in one line.
     """
     each = [table.errors() for table in tables]
@@ -227,10 +242,7 @@ def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
 
 
 def weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
-    """Computes a weighted quantile.
-
-    Returns the least of `values` such that all values up to it have at least the share
-    `share` of the total weight.
+    """Computes a weighted quantile: the least value up to which a share of weight lies.
 
     Args:
         values: the values.
@@ -248,7 +260,7 @@ def weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalCoverage:
-    """How the intervals of a table's rows compare with the measurements."""
+    """How many of a table's rows were measured within their prediction intervals."""
 
     held: float
     """Share of the rows whose measurement is in the interval."""
@@ -256,7 +268,7 @@ class IntervalCoverage:
     """The number of rows that were measured below the interval."""
     num_above: int
     half_width: float
-    """Median of half of the interval's width, relative to the prediction."""
+    """Median over rows of half of the interval's width, relative to the prediction."""
 
 
 def coverage(rows: UnseenRows, accuracy: Accuracy) -> IntervalCoverage:
@@ -286,19 +298,19 @@ network."""
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedLayout:
-    """A layout that fits the memory, and its predicted seconds."""
+    """A parallel layout that fits the memory, and its predicted seconds of a step."""
 
     layout: ParallelLayout
     step_s: float
 
     @property
     def split(self) -> tuple[int, int, int]:
-        """The sizes of tp, pp and dp."""
+        """The degrees of tensor, pipeline and data parallelism: tp, pp and dp."""
         return self.layout.tp, self.layout.pp, self.layout.dp
 
 
 def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
-    """Yields layouts with the devices, global batch and options of `like`.
+    """Yields all parallel layouts with the devices, global batch and options of `like`.
 
     `tp` (up to `LARGEST_TENSOR`), `pp` and `dp` have all sizes that divide the model
     and the batch into equal parts. These are combined with all values of `micro_batch`
@@ -337,7 +349,10 @@ def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
 def search(
     shape: Shape, like: ParallelLayout, pool: Pool, scales: Scales
 ) -> tuple[PredictedLayout, ...]:
-    """Finds all layouts that fit the pool's devices with headroom, fastest first.
+    """Finds all layouts that fit the pool's memory with headroom, fastest first.
+
+    `like` has the number of devices, the global batch and the options, and `scales` the
+    factors on predicted seconds. The share `HEADROOM` of the memory is kept free.
 
     Raises:
         ValueError: no layout exists; or no layout fits, in which case the message has

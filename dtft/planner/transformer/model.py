@@ -49,27 +49,34 @@ class Shape:
 
     @property
     def attention_parameters(self) -> int:
-        """The number of parameters in the attention matrices of one layer, without
-        biases."""
+        """The number of parameters in the attention matrices of one layer.
+
+        Biases are left out.
+        """
         return 2 * self.hidden * (self.hidden + self.kv_width)
 
     @property
     def expert_parameters(self) -> int:
-        """The number of parameters in the matrices of one feed-forward part of one
-        layer, without biases."""
+        """The number of parameters in the matrices of one feed-forward part of a layer.
+
+        Biases are left out.
+        """
         return (3 if self.gated else 2) * self.hidden * self.ffn_width
 
     @property
     def router_parameters(self) -> int:
-        """The number of parameters of a layer that choose experts; 0 for one expert."""
+        """The number of parameters with which a layer chooses the experts of a token.
+
+        0 for one expert.
+        """
         return self.hidden * self.experts if self.experts > 1 else 0
 
     @property
     def layer_parameters(self) -> int:
-        """The number of parameters of one layer: attention, feed-forward parts, biases
-        and norms.
+        """The number of parameters of one layer.
 
-        Experts have no biases.
+        These are those of attention, feed-forward parts, biases and norms. Experts have
+        no biases.
         """
         biases = 2 * self.hidden + 2 * self.kv_width
         if self.experts == 1:
@@ -157,8 +164,11 @@ class ParallelLayout:
 
     @property
     def rules(self) -> Software:
-        """The rules of the software, with this layout's `Software.sum_bytes` and
-        `Software.splits_positions`."""
+        """How the layout's software runs the step: which kernels, overlaps and sums.
+
+        These are the rules of `software`, with `sum_bytes` and `splits_positions` set
+        as this layout needs them.
+        """
         rules = {"xla": XLA, "megatron": MEGATRON, "eager": EAGER}[self.software]
         parts = self.sequence_parallel and self.tp > 1
         sums = min(self.gradient_bytes, 4) if rules.sum_bytes else 0
@@ -166,13 +176,18 @@ class ParallelLayout:
 
     @property
     def rest_dtype(self) -> Dtype:
-        """Dtype of matmuls without a layer's weights, such as attention and logits:
-        bfloat16 if `dtype` is float8, else `dtype`."""
+        """Dtype of matmuls without a layer's weights, such as attention and logits.
+
+        bfloat16 if `dtype` is float8, else `dtype`.
+        """
         return "bfloat16" if self.dtype.startswith("float8") else self.dtype
 
     @property
     def gpus(self) -> int:
-        """The number of devices. `ep` adds none: it divides the devices of `dp`."""
+        """The number of devices: `tp`, `pp`, `dp` and `cp` multiplied.
+
+        `ep` adds none: it divides the devices of `dp`.
+        """
         return self.tp * self.pp * self.dp * self.cp
 
     @property
@@ -186,5 +201,5 @@ class ParallelLayout:
         return self.global_batch // (self.micro_batch * self.dp)
 
     def layers_of(self, shape: Shape) -> tuple[int, ...]:
-        """Returns the number of layers of each stage, first to last."""
+        """Returns the number of layers of each pipeline stage, first to last."""
         return self.stage_layers or (shape.layers // self.pp,) * self.pp

@@ -1,9 +1,8 @@
-"""Predicts rows of a table of training runs: seconds of a step by term, TFLOP/s and
-memory.
+"""Predicts rows of a table of training runs: seconds of a step by term, and memory.
 
 A row's step is a JAX program (`program`) that the planner prices with the row's mesh
-and knobs. Scalars (`Scales`) that were fitted to published runs multiply its base
-seconds.
+and knobs (settings such as microbatches and ZeRO). Factors (`Scales`) that were fitted
+to published runs multiply the seconds that this gives.
 """
 
 import math
@@ -44,9 +43,9 @@ from dtft.planner.types import AXES
 SPREADS = Scales(
     matmul=0.2, memory=0.1, launch=2.0, fast_link=0.5, network=1.0, next_stage=0.5
 )
-"""Prior standard deviation of the logarithm of each scalar. Memory streams and matmuls
-vary little between systems. Host time between kernels and network load by other jobs
-are known only to an order of magnitude."""
+"""Prior standard deviation of the logarithm of each factor on predicted seconds. Memory
+streams and matmuls vary little between systems. Host time between kernels and network
+load by other jobs are known only to an order of magnitude."""
 
 A100_SCALES = Scales(
     matmul=0.9552,
@@ -56,8 +55,8 @@ A100_SCALES = Scales(
     network=3.8352,
     next_stage=0.8972,
 )
-"""Fitted to the 21 rows of group E of `experiments/data/bigscience_176b_a100.csv` with
-72 layers of 14336 (A100 80 GB)."""
+"""Factors fitted to the 21 rows of group E of
+`experiments/data/bigscience_176b_a100.csv` with 72 layers of 14336 (A100 80 GB)."""
 
 H100_SCALES = Scales(
     matmul=1.2827,
@@ -67,14 +66,14 @@ H100_SCALES = Scales(
     network=0.2995,
     next_stage=0.8972,
 )
-"""Fitted to the 70 bfloat16 rows of `experiments/data/llmfoundry_fsdp.csv` on H100,
-with the scalars of A100 as prior."""
+"""Factors fitted to the 70 bfloat16 rows of `experiments/data/llmfoundry_fsdp.csv` on
+H100, with the factors of A100 as prior."""
 
 
 def elsewhere(fitted: Scales) -> Scales:
-    """Returns scalars for other clusters and programs on the same device type.
+    """Returns the factors that also hold for other clusters and programs.
 
-    Keeps the scalars of the device, `matmul` and `memory`. Scalars of links and of
+    Keeps the factors of the device type, `matmul` and `memory`. Factors of links and of
     kernel launches become 1, because their fits hold for one fabric and one program.
     """
     return Scales(matmul=fitted.matmul, memory=fitted.memory)
@@ -86,14 +85,15 @@ FITTED: Mapping[str, Scales] = {
     "h100": H100_SCALES,
     "h200": H100_SCALES,
 }
-"""Map from a device type to scalars fitted to published runs; the H200 has those of the
-H100, and other devices those of the A100."""
+"""Map from a device type to factors fitted to published runs. The H200 has those of the
+H100, the A100 of 40 GB those of the A100 of 80 GB."""
 
 
 def scales_of(device: str) -> Scales:
-    """Returns the scalars of a device type for any cluster and program.
+    """Returns the factors on predicted seconds for any cluster of a device type.
 
-    Devices without fitted scalars have those of the A100.
+    They hold for any program. Device types without fitted factors have those of the
+    A100.
 
     Args:
         device: name of the device type, as in the catalog.
@@ -105,21 +105,21 @@ def scales_of(device: str) -> Scales:
 
 
 def accuracy_of(device: DeviceType) -> Accuracy:
-    """Returns the accuracy of predictions for a device type.
+    """Returns the errors of predictions for a device type.
 
-    This is `CARRIED_OVER` if scalars were fitted for the device type, and the accuracy
-    of the catalog's figures (`CATALOG`) if not.
+    They are those for a new cluster and program (`CARRIED_OVER`) if factors were fitted
+    for the device type, and those of the catalog's figures (`CATALOG`) if not.
     """
     return CARRIED_OVER if device.name in FITTED else CATALOG
 
 
 def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
-    """Returns the planner's search over the program of a row."""
+    """Returns the planner's search over plans for a model, with a layout's options."""
     return PlanSearch(workload_of(shape, layout), pool, scatters=True)
 
 
 def space_of(layouts: Sequence[ParallelLayout]) -> Space:
-    """Converts layouts of one program to candidates of the planner.
+    """Converts layouts of one program to candidates (plans to price) of the planner.
 
     `tp` is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`, as in Megatron. The
     planner's axis `expert` divides examples, too, so `dp` is the product of the axis
@@ -159,7 +159,9 @@ def space_of(layouts: Sequence[ParallelLayout]) -> Space:
 
 
 def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
-    """Computes the seconds of a step, to be multiplied by scalars (`Scales`).
+    """Computes the seconds of a step by kind of work and link.
+
+    Factors (`Scales`) are to multiply them.
 
     Args:
         shape: The shape of the model.
@@ -226,7 +228,11 @@ def memory(
 
 
 def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
-    """Computes the bytes of buffers: stage transfers, ZeRO buckets, gathered layers."""
+    """Computes the bytes of a device's buffers: stage transfers, ZeRO buckets, layers.
+
+    The layers are those that ZeRO 3 has gathered. `held` is the number of parameters
+    that a device has without ZeRO.
+    """
     rows = layout.micro_batch * shape.seq_len // layout.cp * shape.hidden
     total = 4.0 * rows * ITEM_BYTES if layout.pp > 1 else 0.0
     if layout.zero == 0 or layout.replicas == 1:
@@ -248,15 +254,15 @@ STEP, LOW, HIGH, RATE, MEMORY, FITS = (
     "predicted_fits",
 )
 """Columns that `predict_table` adds. `predicted_low_s` and `predicted_high_s` are the
-ends of the 80 % interval; the last column has `yes` or `no`."""
+ends of the 80 % prediction interval; the last column has `yes` or `no`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowPrediction:
-    """Predicted time and memory of a row."""
+    """Predicted time and memory of a row (training run)."""
 
     terms: dict[str, float]
-    """Seconds by term (`search.STEP_TERMS`)."""
+    """Predicted seconds of a step by term, such as `compute` (`search.STEP_TERMS`)."""
     low_s: float
     high_s: float
     """Upper end of the interval that is meant to hold 80 % of measured step times
@@ -264,7 +270,7 @@ class RowPrediction:
     tflops_per_gpu: float
     """TFLOP/s per device with recomputation, as in the published tables."""
     memory: dict[str, int]
-    """Bytes by term of a device of the fullest pipeline stage."""
+    """Bytes of a device of the fullest pipeline stage, by term, such as `gradients`."""
     capacity_bytes: int
     """Bytes of memory of a device."""
     unlisted: tuple[str, ...] = ()
@@ -288,12 +294,13 @@ class RowPrediction:
 
 
 def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
-    """Predicts time and memory of one row.
+    """Predicts time and memory of one training run of a table.
 
     Args:
         row: The model shape and its layout.
         pool: At least as many devices as the layout has.
-        scales: Scalars of the device type, such as `scales_of(name)`.
+        scales: Factors on predicted seconds for the device type, such as
+            `scales_of(name)`.
     """
     found = step_cost(row.shape, row.layout, pool).terms(scales.vector())
     terms = {name: float(seconds[0]) for name, seconds in found.items()}
@@ -379,9 +386,10 @@ def check_dtype(row: Row, device: DeviceType) -> None:
 
 
 def habits_of(device: DeviceType) -> Habits:
-    """Returns the usual options of programs on a device, for empty cells of a table.
+    """Returns the usual options of training programs on a device type.
 
-    Matmuls are in float16 on devices that have a peak for it and none for bfloat16.
+    They fill empty cells of a table. Matmuls are in float16 on devices that have a peak
+    for it and none for bfloat16.
 
     >>> from dtft.planner.cluster import device_type
     >>> habits_of(device_type("v100")).dtype, habits_of(device_type("a100")).dtype

@@ -39,13 +39,13 @@ Function = Callable[..., Any]
 
 
 def kernel(name: str, *results: tuple[jax.Array, Any]) -> Function:
-    """Returns a function that calls a kernel of another compiler.
+    """Returns a function that calls a kernel of another compiler, such as PyTorch's.
 
     The function returns one array, or a tuple if the kernel has several results.
 
     Args:
         name: name of the kernel, without the prefix `dtft_`.
-        *results: for each result, an array that has the result's shape, and the
+        *results: a pair for each result: an array that has the result's shape, and the
             result's dtype.
     """
     made = [jax.ShapeDtypeStruct(array.shape, dtype) for array, dtype in results]
@@ -70,7 +70,7 @@ def _attention_operations(products: float) -> Function:
     lower rate, which costs about as much time.
 
     Args:
-        products: the number of matmuls, in pairs: 1.0 means two matmuls.
+        products: half of the number of matmuls: 1.0 means two matmuls.
     """
 
     def count(operands: Any, results: Any, params: Any) -> float:
@@ -134,12 +134,12 @@ def _differentiable(forward: Function, backward: Function) -> Function:
 
 
 def _keeping(name: str, keeps_result: bool = False) -> Function:
-    """Returns a function of one array that is one kernel in each pass.
+    """Returns a function of one array that is one kernel forward and one backward.
 
     Args:
         name: name of the forward kernel. The backward kernel has this name and `_back`.
-        keeps_result: whether the backward kernel reads the result instead of the
-            argument of the forward kernel.
+        keeps_result: whether the result of the forward kernel is kept for the backward
+            kernel, instead of its argument.
     """
 
     def forward(x: jax.Array) -> Any:
@@ -153,7 +153,7 @@ def _keeping(name: str, keeps_result: bool = False) -> Function:
 
 
 def _masked(name: str) -> Function:
-    """Returns dropout as a function that is one kernel in each pass.
+    """Returns dropout as a function that is one kernel forward and one backward.
 
     The forward kernel also writes the mask, which the backward kernel reads.
 
@@ -273,10 +273,11 @@ _multiply = _differentiable(
 
 
 def _experts(shape: Shape) -> tuple[Function, Function]:
-    """Returns two functions: from tokens to the inputs of experts, and from the outputs
-    of experts and their shares to tokens.
+    """Returns the functions that bring tokens to experts, and the results back.
 
-    Each expert gets the same number of tokens of each sequence.
+    The first is from tokens to the inputs of experts, the second from the outputs of
+    experts and their shares in each token to tokens. Each expert gets the same number
+    of tokens of each sequence.
     """
     places = shape.seq_len * shape.top_k // shape.experts
 
@@ -422,8 +423,10 @@ KERNELS: Mapping[SoftwareName, LayerKernels] = {
 
 
 def _attention_of(shape: Shape, layout: ParallelLayout) -> Function:
-    """Returns the attention function: from queries, keys and values to the weighted
-    sums of values of each head."""
+    """Returns the attention function of a layout's software and options.
+
+    It is from queries, keys and values to the weighted sums of values of each head.
+    """
     run = KERNELS[layout.software]
     is_grouped = shape.kv_heads not in (0, shape.heads)
 
@@ -447,8 +450,10 @@ def _attention_of(shape: Shape, layout: ParallelLayout) -> Function:
 
 
 def loss_of(shape: Shape, layout: ParallelLayout) -> Function:
-    """Returns the function `loss(params, batch)` of a row's program, which scans over
-    the layers."""
+    """Returns the function `loss(params, batch)` of a training run's program.
+
+    It scans over the layers.
+    """
     run = KERNELS[layout.software]
     attend = _attention_of(shape, layout)
     specs = {
@@ -508,7 +513,7 @@ def loss_of(shape: Shape, layout: ParallelLayout) -> Function:
 
 
 def parameters_of(shape: Shape, layout: ParallelLayout) -> Any:
-    """Returns the parameters of a row's program as a tree of ShapeDtypeStructs."""
+    """Returns the parameters of a run's program, as a tree of ShapeDtypeStructs."""
     hidden, heads, wide = shape.hidden, shape.heads, shape.ffn_width
     width = hidden // heads
     multiple = math.lcm(VOCABULARY_MULTIPLE, layout.tp)
@@ -548,7 +553,7 @@ def parameters_of(shape: Shape, layout: ParallelLayout) -> Any:
 
 
 def batch_of(shape: Shape, layout: ParallelLayout) -> Any:
-    """Returns the batch of a row's program, tokens and labels, as ShapeDtypeStructs."""
+    """Returns the batch of a run's program, tokens and labels, as ShapeDtypeStructs."""
     tokens = jax.ShapeDtypeStruct((layout.global_batch, shape.seq_len), jnp.int32)
     return {"tokens": tokens, "labels": tokens}
 
@@ -588,7 +593,7 @@ def _traced(shape: Shape, layout: ParallelLayout) -> Workload:
 
 
 def workload_of(shape: Shape, layout: ParallelLayout) -> Workload:
-    """Traces the step of a row; rows with the same program share one trace."""
+    """Traces the step of a training run; runs with the same program share one trace."""
     program = {
         name: getattr(layout, name)
         for name in (

@@ -134,7 +134,7 @@ class Table:
         """Returns a table with more columns; columns of the same name are replaced.
 
         Args:
-            columns: name to values, one value per row.
+            columns: map from a column's name to its values, one per row.
         """
         header = tuple(dict.fromkeys((*self.header, *columns)))
         cells = tuple(
@@ -153,6 +153,8 @@ class Table:
 
     def rows(self, habits: Habits) -> tuple[Row, ...]:
         """Reads the training runs of the table.
+
+        Empty cells get the options in `habits`.
 
         Raises:
             ValueError: a column is missing or not known, a cell cannot be read, or a
@@ -228,6 +230,8 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
 
 def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
     """Checks that a layout divides the model and the batch, and has `gpus` devices.
+
+    `where` names the row in errors.
 
     Raises:
         ValueError: a size is not divisible, the number of devices is wrong, `top_k`
