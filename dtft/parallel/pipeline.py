@@ -309,8 +309,16 @@ def in_stages(
     def on_a_stage(
         layers_SCL: Any, ends: Any, batch: dict[str, jax.Array], training: bool
     ) -> Metrics:
-        """Computes losses and metrics of the rows that `shared_out` gives to this
-        stage."""
+        """Computes losses and metrics of this stage's part of the rows.
+
+        All stages together run the layers first.
+
+        Args:
+            layers_SCL: this stage's slice [1, C, L, ...] of the layers' parameters.
+            ends: the parameters before and after the layers.
+            batch: the rows of this stage's replica, the same for all its stages.
+            training: whether the model is in training mode.
+        """
 
         def layer(params: Any, rows: jax.Array) -> jax.Array:
             return in_mode(nnx.merge(layer_graph, params), training=training)(rows)
@@ -389,7 +397,8 @@ def _state_sharding(abstract: State, mesh: Mesh, layers: str) -> State:
 
     Stacked layers are divided over `stage` in dim 0, and over `fsdp` in one of the dims
     from dim 3 on. Other arrays are divided over `stage` and `fsdp` together, in one
-    dim. `spec_of` selects the dim, or no dim if no size is divisible.
+    dim. `spec_of` selects the dim, or no dim if no size is divisible. `layers` is the
+    name of the layers in the state's paths.
     """
     fsdp, stages = mesh.shape["fsdp"], mesh.shape[STAGE_AXIS]
 
