@@ -142,11 +142,10 @@ class _Level:
         """Appends an equation, after gathers of the divided variables that it reads.
 
         For a jitted or rematerialized call the gathers are inserted into the call's
-        body instead.
-        For a scan the gather of a variable is inserted into the scan's body if the scan
-        runs over the variable's first dim and this dim is not divided. A cast, slice or
-        squeeze that works on shards is appended without a gather, and its result counts
-        as divided.
+        body instead. For a scan the gather of a variable is inserted into the scan's
+        body if the scan runs over the variable's first dim and this dim is not divided.
+        A cast, slice or squeeze that works on shards is appended without a gather, and
+        its result counts as divided.
         """
         specs = [self.divided.get(a) if is_var(a) else None for a in eqn.invars]
         if not any(specs):

@@ -103,9 +103,9 @@ def begin_balance(
     """Makes the shares with which a run begins, from the items of a checkpoint.
 
     A share is the number of microbatches that a node (replica) takes in a step. If the
-    checkpoint has no record of shares, or a record of another number of
-    microbatches, the shares are equal and no measured times are used. Otherwise the
-    run uses the first of these that is possible:
+    checkpoint has no record of shares, or a record of another number of microbatches,
+    the shares are equal and no measured times are used. Otherwise the run uses the
+    first of these that is possible:
 
     * The recorded shares. They need one share for each node, none above the node's
       largest allowed share.
