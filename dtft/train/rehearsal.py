@@ -53,8 +53,8 @@ class Rehearsals:
             world: this process's membership in the job's JAX processes.
             done: function that is called with the order that `begin` got, after the
                 order's steps are compiled or an error has occurred. It is called on a
-                background thread, and not for an order that a newer order or `stop`
-                has ended.
+                background thread, and not for an order that a newer order or `stop` has
+                ended.
         """
         self._experiment, self._world, self._done = experiment, world, done
         self._steps: dict[tuple[int, ...], _Rehearsed] = {}

@@ -51,8 +51,8 @@ def config_to_continue(experiment: Experiment, directory: Path) -> str:
     Raises:
         ConfigError: the checkpoints were made by a config that differs in a key that
             must be equal (`refuse_other`). Or the experiment's storage has no
-            checkpoint, but the storage that config.json names has one. In both cases
-            no file was changed.
+            checkpoint, but the storage that config.json names has one. In both cases no
+            file was changed.
     """
     try:
         saved = (directory / "config.json").read_text()
