@@ -15,7 +15,7 @@ from dtft.parallel.row_assignment import sharing_of
 def check_input(experiment: Experiment, **cluster: Any) -> None:
     """Checks that an experiment fits a cluster, as `check_experiment` does.
 
-    `cluster` are the other arguments of `check_experiment`.
+    `cluster` has the other arguments of `check_experiment`.
 
     Raises:
         ConfigError: the experiment does not fit the cluster.

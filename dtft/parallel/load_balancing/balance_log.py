@@ -39,7 +39,10 @@ ITEM = "balance"
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """The shares and measured times of replicas with which a run begins."""
+    """With which shares a run begins, and the measured times of earlier rounds.
+
+    A share is the number of microbatches that a replica takes in a step.
+    """
 
     balance: Balance[Counts]
     is_recorded: bool
@@ -282,8 +285,8 @@ class BalanceLog:
 
         Args:
             step: number of the round's last step.
-            before: the balance during the round.
-            after: the balance for the next round.
+            before: shares and measured times before the round's end.
+            after: those for the next round, with the reason why shares change or not.
             busy_s: seconds of local work in the timed steps, `[steps, replicas]`.
             cost: seconds of timed and untimed steps.
         """

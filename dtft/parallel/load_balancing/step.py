@@ -205,7 +205,8 @@ def _varying(tree: Any) -> Any:
 class SharedFeed(Prepared):
     """Feed of batches with the current shares, for a step of `load_balanced_step`.
 
-    Each replica has `Sharing.room` rows in the batch. Rows beyond a replica's share are
+    Each replica has `Sharing.room` rows in the batch, enough for the largest share (the
+    number of microbatches that a replica takes). Rows beyond a replica's share are
     zeros, which the step does not use.
     """
 
@@ -249,8 +250,9 @@ class SharedFeed(Prepared):
         )
 
     def _padded(self, rows: range) -> dict[str, np.ndarray]:
-        """Reads rows from the source, and pads them with zeros to `Sharing.room` rows.
+        """Reads rows from the source, and pads them with zeros.
 
+        The result has as many rows as a replica's largest share (`Sharing.room`).
         Returns a map from the name of each column to its array.
         """
         # A replica without a share reads one row, to get names, shapes and dtypes.

@@ -310,7 +310,10 @@ class Ends:
         return sorted({node for nodes in self.summing.values() for node in nodes})
 
     def first(self) -> tuple[NodeCall, ...]:
-        """Makes the calls that run before the first microbatch, one for each node."""
+        """Makes the calls that run before the first microbatch.
+
+        There is one for each node that stores parameters or sums their gradients.
+        """
         return tuple(map(self._begin, self._nodes))
 
     def last(self) -> tuple[NodeCall, ...]:
@@ -644,8 +647,9 @@ class _Differentiation:
     def _cotangents(self, number: int) -> list[Key]:
         """Returns the keys (names) of the arrays whose sum is the cotangent of a value.
 
-        `number` is the value's index in `Cut.variables`. Each node that reads the value
-        has an array. The cotangent of the loss is the weight of the microbatch.
+        `number` is the value's index in `Cut.variables`. Each node with a backward call
+        for the value makes one of these arrays. The cotangent of the loss is the weight
+        of the microbatch.
         """
         if number == self._cut.results[0]:
             return [Key("weight", microbatch=EACH)]
@@ -664,9 +668,9 @@ class _Differentiation:
 
         Returns:
             For a parameter, a key of kind `sum`: the node's sum over microbatches,
-            which begins at zero. For another value, the `partial` that the node's
-            previous backward call for the value wrote; None if the node has no such
-            call.
+            which begins at zero. For another value, a key of kind `partial`: the
+            cotangent that the node's previous backward call for the value wrote; None
+            if the node has no such call.
         """
         if number in self._params:
             return Key("sum", number, node)

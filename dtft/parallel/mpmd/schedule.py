@@ -153,7 +153,7 @@ class Calls:
     def then(self, more: "Calls") -> "Calls":
         """Returns these calls, followed by the `end` calls of `more`.
 
-        `num_bytes` has the arrays of both.
+        Also adds the `num_bytes` (bytes of each array that is sent) of `more`.
         """
         return replace(
             self,

@@ -55,10 +55,10 @@ def entry_of(given: Mapping[str, Any]) -> str:
 
 
 def _lacks(given: Mapping[str, Any]) -> str:
-    """Returns text for an error: which arguments of `dtft.plan` miss or are too much.
+    """Returns text for an error: which arguments are missing or must be left out.
 
-    `given` has the arguments that are not None. Returns "" if `step` and `loss` are
-    both given, or neither of them is.
+    `given` has the arguments of `dtft.plan` that are not None. Returns "" if `step` and
+    `loss` are both given, or neither of them is.
     """
     meant = [names for entry, names in ENTRIES.items() if entry in given]
     if len(meant) != 1:

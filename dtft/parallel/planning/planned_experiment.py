@@ -22,7 +22,9 @@ from dtft.planner.types import Spec
 
 
 def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """Makes the plan's mesh; axes of a config's mesh that it lacks get size 1.
+    """Makes the plan's mesh.
+
+    Axes that a config's mesh has and the plan lacks get size 1.
 
     Args:
         plan: the plan of the `PlanChoice` that `choose` returned.

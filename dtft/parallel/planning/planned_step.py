@@ -511,8 +511,8 @@ def step_of(
         The step, and the argument of its `init`: the state or the parameters.
 
     Raises:
-        ValueError: the plan was made for the other kind of arguments, or cannot be run
-            on the platform.
+        ValueError: the plan was made for a loss and `given` has a step, or the reverse;
+            or the plan cannot be run on the platform.
     """
     if "step" in given:
         check_runnable(plan, "step", platform)

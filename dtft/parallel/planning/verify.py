@@ -209,10 +209,11 @@ def leaner(
 ) -> tuple[Decision, ...]:
     """Searches plans that need less memory, after compiled plans did not fit.
 
-    The search assumes smaller devices: their memory without `RESERVE`, divided by the
-    largest ratio of compiled to predicted bytes. So the new plans fit even if every
-    program exceeds its prediction by this ratio. The difference to the real memory is
-    added to the reserve of the plans.
+    The search assumes smaller devices: their memory without the part for allocator and
+    libraries (`RESERVE`), divided by the largest ratio of compiled to predicted bytes.
+    So the new plans fit even if every program exceeds its prediction by this ratio. The
+    difference to the real memory is added to the reserve of the plans, the bytes that
+    must stay free.
 
     Args:
         decision: the planner's selection, with all candidates, whose best plans were
@@ -250,7 +251,8 @@ def _identity(plan: Plan) -> Any:
 def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision:
     """Converts a decision, made for devices with less memory, to the real devices.
 
-    The difference of the memories is added to the plan's reserve.
+    The difference of the memories is added to the plan's reserve, the bytes that must
+    stay free.
 
     Args:
         one: the decision (a plan with the candidates) for devices with less memory.
