@@ -223,8 +223,9 @@ class Watch:
             experiment: the experiment.
             identity: text that identifies the training data; checkpoints contain it.
             items: the values (no arrays) of the checkpoint; empty at step 0.
-            should_save: function that returns whether a step is a boundary; called for
-                steps below `stop.steps`.
+            should_save: function that returns whether a step is a boundary, a step
+                after which a snapshot may be taken; called for steps below
+                `stop.steps`.
 
         Raises:
             ConfigError: the checkpoint was made from other data or another batch size.
@@ -278,9 +279,9 @@ class Watch:
         """Whether the run has reached its goal at `step`: the last step or a plateau.
 
         With a fixed `checkpoint.interval`, a plateau counts only at the newest boundary
-        and at the step that the run started from. With the interval `auto`, a plateau
-        counts only at multiples of `checkpoint.max_interval`, so that the end does not
-        depend on timing.
+        (a step after which a snapshot may be taken) and at the step that the run
+        started from. With the interval `auto`, a plateau counts only at multiples of
+        `checkpoint.max_interval`, so that the end does not depend on timing.
 
         Metrics that are not collected yet can change the result from True to False, but
         not from False to True.

@@ -780,7 +780,7 @@ class TrainerProcess:
         return training.error
 
     def _can_leave_behind(self) -> bool:
-        """Whether this process may take its next slot while its last thread computes.
+        """Whether the next slot may be taken while the old thread still computes.
 
         It may if the training thread's phase is in `COMPUTING`, the runtime allows it
         (`may_be_left_behind`), and no other thread that was left behind still runs. The
@@ -795,7 +795,7 @@ class TrainerProcess:
         )
 
     def _survives(self, error: Exception) -> bool:
-        """Whether this process goes on after an error of training, for another slot.
+        """Whether this process stays alive after a training error, for another slot.
 
         It does if the agent has ordered it to leave its slot. A collective can break
         before this order arrives, and a corrupt copy is found without any order. For
