@@ -112,7 +112,7 @@ class Feed(Prepared):
     def _indices(self, step: int) -> list[int]:
         """Returns the global row indices that this process reads in a step.
 
-        They are ordered by shard (`local_parts`).
+        They are ordered by the part of the batch (shard of dim 0) that they belong to.
         """
         return [row for start in self._parts[0] for row in self._part(step, start)]
 
@@ -156,7 +156,9 @@ def place(
     sharding: jax.sharding.NamedSharding,
     global_batch: int,
 ) -> dict[str, jax.Array]:
-    """Makes global arrays from the shards of this process; leaves out the array `id`.
+    """Makes global arrays from the shards of this process.
+
+    Leaves out the array `id` (the numbers of the samples), which no step uses.
 
     Args:
         parts: map from a shard's start index in dim 0 to the shard's arrays by name.

@@ -47,7 +47,7 @@ class Gathering:
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
         """Returns a program that gathers its divided arguments before they are used.
 
-        `_Level.add` says where the gathers are inserted.
+        Each reader gets its own gather; `_Level.add` says where.
 
         Args:
             program: a traced loss.
@@ -64,8 +64,9 @@ class Gathering:
     def policy(self, primitive: Any, *avals: Any, **params: Any) -> bool:
         """Returns, as a `jax.checkpoint` policy, whether to keep a primitive's result.
 
-        Gathered parameters and the results of `_LAYOUT` are recomputed; all other
-        results are kept.
+        Gathered parameters are recomputed, and so are results of casts, reshapes and
+        other cheap primitives (`_LAYOUT`), which may be gathered parameters in another
+        form. All other results are kept.
         """
         if primitive.name == "sharding_constraint":
             return (avals[0].shape, params["sharding"]) not in self._seen
@@ -81,7 +82,7 @@ class Gathering:
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
         """Returns a jaxpr that gathers its divided arguments before they are used.
 
-        `_Level.add` says where the gathers are inserted.
+        Each reader gets its own gather; `_Level.add` says where.
 
         Args:
             jaxpr: the program itself, or the body of a call in the program.
@@ -127,7 +128,7 @@ class Gathering:
 
 @dataclass(kw_only=True, eq=False)
 class _Level:
-    """Collects the equations of one rebuilt jaxpr.
+    """Rebuilds one jaxpr: the program itself, or the body of a call in it.
 
     `add` inserts a gather before each use of a divided variable. `divided` maps each
     variable that is divided over `fsdp` to its spec.
@@ -140,11 +141,11 @@ class _Level:
     def add(self, eqn: JaxprEqn) -> None:
         """Appends an equation, after gathers of the divided variables that it reads.
 
-        For a call (`_ENTERED`) the gathers are inserted into the call's body instead.
-        For a scan the gather of a variable is inserted into the scan's body if the scan
-        runs over the variable's first dim and this dim is not divided. A cast, slice or
-        squeeze that works on shards is appended without a gather, and its result counts
-        as divided.
+        For a jitted or rematerialized call the gathers are inserted into the call's
+        body instead. For a scan the gather of a variable is inserted into the scan's
+        body if the scan runs over the variable's first dim and this dim is not divided.
+        A cast, slice or squeeze that works on shards is appended without a gather, and
+        its result counts as divided.
         """
         specs = [self.divided.get(a) if is_var(a) else None for a in eqn.invars]
         if not any(specs):

@@ -25,7 +25,7 @@ READ = ("params", "statistics")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FunctionalModel:
-    """Pure functions of one model, not jitted."""
+    """A model as pure functions, not jitted: initial parameters, losses and metrics."""
 
     init: Callable[[], State]
     """Function that makes `{"params", "statistics"}` at step 0."""
@@ -55,8 +55,12 @@ class FunctionalModel:
     ) -> Metrics:
         """Returns weighted sums of loss and metrics over the rows, in evaluation mode.
 
-        The value of a row is the mean over its tokens. `weight_B` has the weight of
-        each row, such as 0 for padding.
+        The value of a row is the mean over its tokens.
+
+        Args:
+            read: the parameters and running statistics.
+            batch: map from a name to an array with rows in dim 0.
+            weight_B: the weight of each row, such as 0 for padding.
         """
 
         def total(values: jax.Array) -> jax.Array:
@@ -67,10 +71,10 @@ class FunctionalModel:
         return {name: total(value) for name, value in values.items()}
 
     def reading(self, prepare: Callable[[State], State]) -> "FunctionalModel":
-        """Returns a model whose `losses` gets `prepare(read)` in place of `read`.
+        """Returns a model that first changes its arrays, for example gathers them.
 
-        `read` has the parameters and running statistics. `prepare` can gather
-        parameters, for example.
+        `prepare` is a function from parameters and running statistics to those that
+        `losses` uses.
         """
 
         def losses(

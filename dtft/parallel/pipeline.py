@@ -66,12 +66,12 @@ class Pipeline:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of each stage."""
+        """The number of chunks (groups of consecutive layers) of each stage."""
         return len(self.layers) // self.stages
 
     @property
     def num_ticks(self) -> int:
-        """The number of ticks of a forward pass.
+        """The number of ticks (iterations of the pipeline's loop) of a forward pass.
 
         Each stage is idle in `stages - 1` of the ticks.
 
@@ -106,15 +106,16 @@ class Pipeline:
         return np.where(there_SCL, firsts_SC1 + within_L, -1)
 
     def at_work(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """Computes what a stage works on at a tick.
+        """Computes what a stage works on at a tick (iteration of the pipeline's loop).
 
         Args:
             tick: number of the tick, or an array of numbers; may be traced.
             stage: number of the stage, or an array of numbers; may be traced.
 
         Returns:
-            Whether the stage works, the number of its chunk, and the number of the
-            microbatch. While the stage is idle, both numbers are valid but meaningless.
+            Whether the stage works, the number of its chunk of layers, and the number
+            of the microbatch. While the stage is idle, both numbers are valid but
+            meaningless.
         """
         done = tick - stage
         last = self.microbatches * self.chunks - 1
@@ -125,9 +126,9 @@ class Pipeline:
 
     @property
     def left_at_M(self) -> np.ndarray:
-        """The tick in which each microbatch passes the last chunk on the last stage.
+        """The tick in which each microbatch passes the model's last layers.
 
-        An integer array [microbatches].
+        A tick is an iteration of the pipeline's loop. An integer array [microbatches].
         """
         ticks = np.arange(self.num_ticks)
         works, chunk, microbatch = self.at_work(ticks, self.stages - 1)
@@ -136,9 +137,10 @@ class Pipeline:
 
 
 def stack(pipeline: Pipeline, layers: Sequence[Any]) -> Any:
-    """Stacks the parameters of all layers into one tree of arrays [S, C, L, ...].
+    """Stacks the parameters of all layers into one tree of arrays.
 
-    Padding of shorter chunks is zero.
+    The first dims are [stages, chunks of a stage, layers of a chunk]. Padding of
+    shorter chunks is zero.
 
     Args:
         pipeline: the schedule, which has the position of each layer.
@@ -160,14 +162,16 @@ def through_layers(
     """Applies all layers to rows; call it in a `shard_map` over the axis `stage`.
 
     Padding layers are skipped, so their gradients are exactly zero. A stage skips all
-    its layers in a tick in which it has no microbatch.
+    its layers in a tick (an iteration of the pipeline's loop) in which it has no
+    microbatch.
 
     Args:
         pipeline: the schedule.
         layer: function that applies one layer.
-        params_CL: parameters of this stage's layers, [C, L, ...].
-        rows_B: inputs of the first layer, [B, ...] with B a multiple of M, marked as
-            varying over `stage`; only stage 0 uses the values.
+        params_CL: parameters of this stage's layers, [chunks, layers of a chunk, ...].
+        rows_B: inputs of the first layer, with rows in dim 0, whose number is a
+            multiple of the number of microbatches; marked as varying over `stage`. Only
+            stage 0 uses the values.
 
     Returns:
         The rows after all layers on the last stage; meaningless values on others.
@@ -193,15 +197,17 @@ def through_layers(
 
 
 def shared_out(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
-    """Scatters the last stage's rows over the stages: stage s gets slice s of B / S
-    rows."""
+    """Scatters the last stage's rows over the stages, in equal slices.
+
+    Stage s gets slice s.
+    """
     is_last = lax.axis_index(STAGE_AXIS) == pipeline.stages - 1
     only_B = jnp.where(is_last, rows_B, jnp.zeros_like(rows_B))
     return lax.psum_scatter(only_B, STAGE_AXIS, scatter_dimension=0, tiled=True)
 
 
 def own_part(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
-    """Returns this stage's slice of B / S rows, from rows that every stage has.
+    """Returns this stage's equal slice of rows that every stage has.
 
     `shared_out` returns the same slice of the last stage's rows.
     """
@@ -309,8 +315,17 @@ def in_stages(
     def on_a_stage(
         layers_SCL: Any, ends: Any, batch: dict[str, jax.Array], training: bool
     ) -> Metrics:
-        """Computes losses and metrics of the rows that `shared_out` gives to this
-        stage."""
+        """Computes losses and metrics of this stage's part of the rows.
+
+        All stages together run the layers first.
+
+        Args:
+            layers_SCL: this stage's slice of the layers' parameters, [1, chunks, layers
+                of a chunk, ...].
+            ends: the parameters before and after the layers.
+            batch: the rows of this stage's replica, the same for all its stages.
+            training: whether the model is in training mode.
+        """
 
         def layer(params: Any, rows: jax.Array) -> jax.Array:
             return in_mode(nnx.merge(layer_graph, params), training=training)(rows)
@@ -389,7 +404,8 @@ def _state_sharding(abstract: State, mesh: Mesh, layers: str) -> State:
 
     Stacked layers are divided over `stage` in dim 0, and over `fsdp` in one of the dims
     from dim 3 on. Other arrays are divided over `stage` and `fsdp` together, in one
-    dim. `spec_of` selects the dim, or no dim if no size is divisible.
+    dim. `spec_of` selects the dim, or no dim if no size is divisible. `layers` is the
+    name of the layers in the state's paths.
     """
     fsdp, stages = mesh.shape["fsdp"], mesh.shape[STAGE_AXIS]
 

@@ -60,7 +60,12 @@ def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
 
 
 def state_sharding(abstract: Any, mesh: Mesh) -> Any:
-    """Returns a NamedSharding for every leaf of an abstract state."""
+    """Returns a NamedSharding for every leaf of a state; `spec_of` divides the arrays.
+
+    Args:
+        abstract: the state, or a part of it, as a tree of ShapeDtypeStructs.
+        mesh: a mesh from `make_mesh`.
+    """
 
     def of(shape: tuple[int, ...]) -> PartitionSpec:
         return spec_of(shape, mesh.shape["fsdp"], mesh.shape["tensor"])

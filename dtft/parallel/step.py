@@ -54,9 +54,10 @@ def apply_gradients(
 
 
 def gradients_of(model: FunctionalModel) -> Gradients:
-    """Makes a function that computes the `Means` of a batch.
+    """Makes a function that computes the gradients and metrics of a batch.
 
-    The function calls the model once. If devices divide the batch, XLA's partitioner
+    They are means over the batch, and so are the new running statistics (`Means`). The
+    function calls the model once. If devices divide the batch, XLA's partitioner
     inserts the reductions between devices, except those that the model makes itself, as
     a pipeline does.
     """
@@ -195,6 +196,8 @@ class TrainStep:
 
     def update(self, state: State, means: Means) -> tuple[State, Metrics]:
         """Updates a state with the means that `gradients` returned; not jitted.
+
+        The means are those of gradients, running statistics and metrics over the batch.
 
         Returns the next state, and the metrics with `grad_norm` and `learning_rate`
         added.

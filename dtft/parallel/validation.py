@@ -13,7 +13,9 @@ from dtft.parallel.row_assignment import sharing_of
 
 
 def check_input(experiment: Experiment, **cluster: Any) -> None:
-    """Calls `check_experiment`, and converts its ValueError to a ConfigError.
+    """Checks that an experiment fits a cluster, as `check_experiment` does.
+
+    `cluster` has the other arguments of `check_experiment`.
 
     Raises:
         ConfigError: the experiment does not fit the cluster.
@@ -74,9 +76,10 @@ def scaled_mesh(
 
 
 def row_parts(experiment: Experiment) -> int:
-    """Returns the number that must divide the rows of a data slot; 1 without stages.
+    """Returns a divisor that the number of rows of a data slot must have.
 
-    A data slot is one of the `replica` x `fsdp` equal parts of a batch.
+    A data slot is one of the `replica` x `fsdp` equal parts of a batch. The divisor is
+    1 without pipeline stages.
     """
     stages = experiment.mesh.stage
     return experiment.pipeline.row_parts(stages) if stages > 1 else 1

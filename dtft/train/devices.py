@@ -60,11 +60,11 @@ _LEAVING_FLAGS = {
 
 
 def leave_gpu_collectives(environment: MutableMapping[str, str]) -> None:
-    """Sets environment variables that let XLA abort a collective with a lost process.
+    """Sets environment variables that let XLA abort collectives on GPUs.
 
-    The collective runs on GPUs. Without these variables, XLA waits in the collective,
-    or ends this process. Must be called before JAX looks for devices. Flags and
-    variables that the user has set stay unchanged.
+    XLA then aborts a collective after one of its processes was lost. Without these
+    variables it waits for the lost process, or ends this process. Must be called before
+    JAX looks for devices. Flags and variables that the user has set stay unchanged.
 
     Args:
         environment: the environment variables of this process, which are changed.
@@ -83,11 +83,12 @@ def leave_gpu_collectives(environment: MutableMapping[str, str]) -> None:
 
 
 def devices_of(experiment: Experiment) -> list[Any]:
-    """Returns this process's devices; on CPU at most hosts x devices_per_host of them.
+    """Returns this process's devices; on CPU as many as the config's cluster has.
 
-    First calls `make_cpu_devices` with this number, and `keep_cpu_memory`. So on CPU
-    `dtft train` has as many devices as the whole cluster of `dtft launch`, and the same
-    mesh.
+    This number is `cluster.hosts` times `cluster.devices_per_host`. So on CPU
+    `dtft train` has the same mesh as `dtft launch`. The number is passed to
+    `make_cpu_devices` before JAX looks for devices. Fewer devices are returned if the
+    user has set a smaller number. On accelerators all local devices are returned.
     """
     import jax
 
@@ -100,7 +101,7 @@ def devices_of(experiment: Experiment) -> list[Any]:
 
 
 def keep_cpu_memory(*, large: bool) -> None:
-    """Calls `keep_freed` if JAX has no other platform than the CPU.
+    """Makes the C library keep freed memory (`keep_freed`) if JAX uses only the CPU.
 
     With an accelerator this function does nothing, because steps do not use the host's
     memory. Must be called before JAX looks for devices.

@@ -14,9 +14,9 @@ VARIABLE = "DTFT_FAIL_AT"
 
 @dataclass(frozen=True, kw_only=True)
 class DrillFailure:
-    """One injected failure: its slot, its step, and whether it happens only once.
+    """A failure to inject: its slot, its step, and whether it happens only once.
 
-    With `once`, the file `path` exists once the failure has happened.
+    If it happens only once, the file `path` records that it has happened.
     """
 
     slot: int
@@ -26,13 +26,16 @@ class DrillFailure:
 
     @classmethod
     def from_environment(cls) -> "DrillFailure | None":
-        """Parses the environment variable; returns None if it is empty or not set."""
+        """Parses `DTFT_FAIL_AT`; returns None if the variable is empty or not set."""
         text = os.environ.get(VARIABLE, "")
         return cls.parse(text) if text else None
 
     @classmethod
     def parse(cls, text: str) -> "DrillFailure":
-        """Parses the variable's value.
+        """Parses a failure, written as SLOT:STEP:WHEN:PATH.
+
+        WHEN is `once` or `always`; PATH is the file that records a failure that happens
+        only once.
 
         Raises:
             ValueError: SLOT or STEP is no number, WHEN is not `once` or `always`, or
@@ -52,10 +55,10 @@ class DrillFailure:
         return cls(slot=int(slot), step=int(step), once=when == "once", path=Path(path))
 
     def strike(self, slot: int, step: int) -> None:
-        """Raises an error if the failure is for `slot` and `step`.
+        """Raises an error if the failure is for `slot` and `step`; else does nothing.
 
-        Does nothing for another slot or step. With `once`, makes the file `path` first,
-        and does nothing if the file exists.
+        A failure that happens only once makes its file `path` first. If the file
+        exists, the failure has happened already, and this does nothing.
 
         Raises:
             RuntimeError: the injected failure.

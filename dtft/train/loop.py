@@ -174,7 +174,8 @@ def balancer_of(
         runtime: the runtime, after a call of `mesh`; has the names of the hosts.
         train_step: the result of `load_balanced_step`, unless balancing is off.
         source: the training data.
-        items: items of the checkpoint that the run continues from; empty at step 0.
+        items: the values (no arrays) of the checkpoint that the run continues from;
+            empty at step 0.
     """
     config = experiment.balance
     if config.policy == "off":
@@ -216,13 +217,18 @@ class Watch:
         items: Items,
         should_save: Callable[[int], bool],
     ) -> None:
-        """Continues from a checkpoint's items (no arrays); empty items start at step 0.
+        """Continues from a checkpoint, or starts at step 0.
 
-        `should_save(step)` is called for every step below `stop.steps`.
+        Args:
+            experiment: the experiment.
+            identity: text that identifies the training data; checkpoints contain it.
+            items: the values (no arrays) of the checkpoint; empty at step 0.
+            should_save: function that returns whether a step is a boundary, a step
+                after which a snapshot may be taken; called for steps below
+                `stop.steps`.
 
         Raises:
-            ConfigError: the checkpoint's data position or data identity is not this
-                run's.
+            ConfigError: the checkpoint was made from other data or another batch size.
         """
         self._experiment, self._identity = experiment, identity
         self._should_save = should_save
@@ -270,12 +276,13 @@ class Watch:
         return self._saved == step
 
     def ended(self, step: int) -> bool:
-        """Whether the run's goal is reached: the last step or a plateau.
+        """Whether the run has reached its goal at `step`: the last step or a plateau.
 
         With a fixed `checkpoint.interval`, a plateau counts only at the newest boundary
-        and at the step that the run started from. With the interval `auto`, a plateau
-        counts only at multiples of `checkpoint.max_interval`, so that the end does not
-        depend on timing.
+        (a step after which a snapshot may be taken) and at the step that the run
+        started from. With the interval `auto`, a plateau counts only at multiples of
+        `checkpoint.max_interval`, so that the end does not depend on timing.
+
         Metrics that are not collected yet can change the result from True to False, but
         not from False to True.
         """
@@ -287,7 +294,11 @@ class Watch:
         return step >= stop.steps or plateau
 
     def items(self, step: int) -> Items:
-        """Returns the values of a checkpoint of `step` that are not arrays."""
+        """Returns the values of a checkpoint of `step` that are not arrays.
+
+        These are the step, the data position, the data identity, and the best value of
+        the metric that detects a plateau.
+        """
         return {
             "step": step,
             "position": self._position(step),

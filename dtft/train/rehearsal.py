@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class Rehearsals:
-    """Compiles train steps ahead, and keeps the programs that this process compiled."""
+    """Compiles train steps before they are needed, for other assignments of slots.
+
+    Keeps the programs, so that a step for other devices need not be compiled again.
+    """
 
     def __init__(
         self,
@@ -47,10 +50,11 @@ class Rehearsals:
 
         Args:
             experiment: the experiment.
-            world: this process's membership in a world.
-            done: function that is called with an order of `begin` after its steps are
-                compiled, or after an error. It is called on a background thread, and
-                not for an order that a newer order or `stop` has ended.
+            world: this process's membership in the job's JAX processes.
+            done: function that is called with the order that `begin` got, after the
+                order's steps are compiled or an error has occurred. It is called on a
+                background thread, and not for an order that a newer order or `stop` has
+                ended.
         """
         self._experiment, self._world, self._done = experiment, world, done
         self._steps: dict[tuple[int, ...], _Rehearsed] = {}
@@ -58,19 +62,21 @@ class Rehearsals:
         self._number = 0
 
     def begin(self, order: Mapping[str, Any]) -> None:
-        """Starts a thread that compiles the steps of the order's formations.
+        """Starts a thread that compiles the steps for several formations.
 
-        Steps of other formations are forgotten. The thread of an earlier order ends
-        after its current step. With load balancing no steps are compiled, because the
-        `Balancer` has programs of its own. Does nothing before this process has joined
-        the world, because JAX may not look for devices yet; the leader repeats the
-        order for a process that has joined.
+        A formation is an assignment of hosts to slots. Steps for other formations are
+        forgotten. The thread of an earlier order ends after its current step. With load
+        balancing no steps are compiled, because the `Balancer` has programs of its own.
+        Does nothing before this process has joined the world (the job's JAX processes),
+        because JAX may not look for devices yet; the leader repeats the order for a
+        process that has joined.
 
         Args:
-            order: a message with three fields. `turn`: number of the next formation in
-                the world (see `World.devices`). `formations`: for each formation the
-                index of the process of each slot. `items`: the checkpoint items that
-                record the run's plan; {} without a plan.
+            order: a message of the leader with three fields. `turn`: how many
+                formations the world has had, which selects the CPU devices (see
+                `World.devices`). `formations`: for each formation the index of the JAX
+                process of each slot. `items`: the checkpoint items that record the
+                run's plan; {} without a plan.
         """
         if not self._world.number:
             return
@@ -81,7 +87,8 @@ class Rehearsals:
     def stop(self) -> None:
         """Ends the thread of `begin` after its current step; keeps the finished steps.
 
-        This leaves the processor to the next formation, which may compile a step.
+        Call it when this process gives up its slot, so that the processor is free for
+        its next step.
         """
         self._number += 1
 
@@ -119,7 +126,8 @@ class Rehearsals:
                     return
                 except Exception:  # such as a program that closes over arrays
                     logger.debug(
-                        "a program cannot be loaded for other devices", exc_info=True
+                        "a program cannot be loaded for other devices; compiles again",
+                        exc_info=True,
                     )
                     self._programs.remove(known)
                     break
@@ -151,11 +159,14 @@ class Rehearsals:
                     if number == self._number:
                         self._steps[_key(mesh)] = _Rehearsed(step, plan)
         except Exception:  # the formation will report it, if it comes to it
-            logger.exception("a step could not be compiled ahead")
+            logger.exception(
+                "a step could not be compiled ahead; it is compiled when it is needed"
+            )
             return
         if number == self._number:
             logger.info(
-                "steps of %d possible formations are compiled", len(self._steps)
+                "compiled the step for %d assignments of slots that may come next",
+                len(self._steps),
             )
 
     def _mesh(

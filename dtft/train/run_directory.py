@@ -52,7 +52,7 @@ def config_to_continue(experiment: Experiment, directory: Path) -> str:
         ConfigError: the checkpoints were made by a config that differs in a key that
             must be equal (`refuse_other`). Or the experiment's storage has no
             checkpoint, but the storage that config.json names has one. In both cases no
-        file was changed.
+            file was changed.
     """
     try:
         saved = (directory / "config.json").read_text()
@@ -126,7 +126,16 @@ def only_run_in(directory: Path, storage: Path | None = None) -> Iterator[None]:
 
 @contextmanager
 def _locked(directory: Path, flag: str, value: Path) -> Iterator[None]:
-    """Makes and locks a directory; errors name `flag` with its `value`."""
+    """Makes and locks a directory until the body ends; removes it if it is empty then.
+
+    Args:
+        directory: the directory.
+        flag: the key of the config that sets the directory, for the error message.
+        value: the key's value, for the error message.
+
+    Raises:
+        ConfigError: the directory cannot be made or written to, or another run uses it.
+    """
     make_directory(directory, flag)
     with ExitStack() as held:
         try:

@@ -112,10 +112,10 @@ class RunLog:
         self._append(json.dumps(record), self._samples)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Writes the records of steps that are multiples of `log.every`.
+        """Writes metrics to metrics.jsonl, TensorBoard and the console.
 
-        Also writes the record of the step `stop.steps`. Drops other records. Only the
-        leading process writes.
+        Writes the records of the step `stop.steps` and of steps that are multiples of
+        `log.every`; drops other records. Only the leading process writes.
         """
         for step, values in records:
             if step == self._start + 1:  # compilation is over: time from here
@@ -225,7 +225,8 @@ def log_line(
 ) -> str:
     """Formats one log line; with `seconds` (per step) also time, throughput and ETA.
 
-    `unit` and `per_step` are the two results of `throughput_unit`.
+    `last` is the number of the run's last step. `unit` and `per_step` are the two
+    results of `throughput_unit`.
 
     >>> values = {"loss": 0.41234, "learning_rate": 1e-3, "grad_norm": 0.83}
     >>> log_line(120, 1000, values, 0.0124, "examples", 96)
@@ -254,6 +255,7 @@ def banner(
     """Returns the lines printed before the first step.
 
     They give versions, devices, mesh, plan, sizes, run directory and resume command.
+    `start` is the step that the run continues from; 0 for a new run.
     """
     mesh = train_step.mesh
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())

@@ -54,7 +54,7 @@ class Runtime(Protocol):
 
     @property
     def attempt(self) -> int:
-        """Number of this start of all trainers, counted separately per generation."""
+        """Number of this start of the trainers, counted within the generation."""
         ...
 
     @property
@@ -103,7 +103,9 @@ class Runtime(Protocol):
         ...
 
     def restore(self, abstract_state: State) -> tuple[State, Items] | None:
-        """Returns the state and items to continue from; None to start at step 0.
+        """Returns the state to continue from; None to start at step 0.
+
+        Also returns the checkpoint's items, the values that are not arrays.
 
         Raises:
             Exception: a state exists but cannot be loaded; nothing was changed.
@@ -133,7 +135,10 @@ class Runtime(Protocol):
         ...
 
     def takes(self, step: int) -> bool:
-        """Whether the loop waits for the state of `step`, a boundary, and saves it."""
+        """Whether the loop waits for the state of `step` and saves it.
+
+        Called at boundaries, see `should_save`.
+        """
         ...
 
     def await_turn(self, step: int) -> None:
@@ -150,9 +155,9 @@ class Runtime(Protocol):
     def save(self, step: int, state: State, items: Items) -> None:
         """Takes a snapshot of `state`, whose arrays are ready.
 
-        The next step donates the arrays, so they must not be read after the return.
-        Called at boundaries (see `should_save`) for which `takes` is True, or at which
-        the run may end.
+        `items` has the checkpoint's values that are not arrays. The next step donates
+        the arrays, so they must not be read after the return. Called at boundaries (see
+        `should_save`) for which `takes` is True, or at which the run may end.
         """
         ...
 

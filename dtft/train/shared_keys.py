@@ -33,9 +33,10 @@ for example, is another program, which can have collectives between other device
 
 
 class SharedKeys:
-    """Publishes this process's keys and sets the keys of other processes.
+    """Copies keys of JAX's coordination service between this process and others.
 
-    Its thread runs until the process ends.
+    Each process has a coordination service of its own. A thread publishes this
+    process's keys and sets the keys of other processes; it runs until the process ends.
     """
 
     def __init__(self, publish: Callable[[Mapping[str, str]], None]) -> None:
@@ -52,7 +53,7 @@ class SharedKeys:
         self._calm_at = 0.0
 
     def start(self) -> None:
-        """Starts the thread that polls for keys and sets keys.
+        """Starts the thread that publishes and sets keys.
 
         This process must be connected to its coordination service.
         """
@@ -60,25 +61,28 @@ class SharedKeys:
         threading.Thread(target=self._run, daemon=True).start()
 
     def hurry(self, seconds: float) -> None:
-        """Polls for keys every `HURRIED_S` seconds, for the next `seconds` seconds."""
+        """Looks for new keys of gloo every `HURRIED_S` s, for the next `seconds` s."""
         self._calm_at = time.monotonic() + seconds
         self._received.put({})
 
     def calm(self) -> None:
-        """Polls for keys every `CALM_S` seconds from now on."""
+        """Looks for new keys of gloo every `CALM_S` seconds from now on."""
         self._calm_at = 0.0
 
     def forget(self) -> None:
-        """Deletes gloo's keys, so that polls stay cheap.
+        """Deletes gloo's keys from this process's service, so that polls stay cheap.
 
-        Call it when this process has left all collectives; the processes of the next
-        formation write other keys.
+        Call it when this process has left all collectives; gloo writes other keys for
+        the next ones.
         """
         _jax_internals.delete_service_keys(GLOO)
         self._known.clear()
 
     def take(self, keys: Mapping[str, str]) -> None:
-        """Queues keys of another process for the thread to set; does not block."""
+        """Queues keys of another process for the thread to set; does not block.
+
+        `keys` maps a key to its value in hexadecimal.
+        """
         self._received.put(keys)
 
     def _run(self) -> None:
@@ -91,7 +95,8 @@ class SharedKeys:
                 # A wrong value from elsewhere, or a call to the service that failed.
                 if str(error) != told:
                     logger.warning(
-                        "keys of JAX's coordination service could not be shared: %s",
+                        "keys of JAX's coordination service could not be exchanged "
+                        "with other hosts; collectives with them may fail: %s",
                         error,
                     )
                 told = str(error)

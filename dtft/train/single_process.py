@@ -233,7 +233,10 @@ class LocalRuntime:
         return interval == "auto" or step % interval == 0
 
     def takes(self, step: int) -> bool:
-        """Whether `step` is a multiple of `storage_interval`; False if that is 0."""
+        """Whether `step` is a multiple of `checkpoint.storage_interval`.
+
+        False if that interval is 0.
+        """
         interval = self._experiment.checkpoint.storage_interval
         return interval > 0 and step % interval == 0
 

@@ -58,7 +58,7 @@ finished."""
 
 
 class WindowClock:
-    """Times the steps between two snapshots, as the training loop sees them.
+    """Measures how much slower steps are while a snapshot is copied to other hosts.
 
     Steps are dispatched ahead: at the dispatch of step s the loop knows that step s - 2
     is finished. At a boundary, a step after which a snapshot is taken, the loop waits
@@ -86,10 +86,12 @@ class WindowClock:
     def finished(
         self, step: int, now: float, *, released_at: float, stall_s: float
     ) -> Window | None:
-        """Computes the measurements between the previous boundary and this boundary.
+        """Returns the steps and seconds since the last call; None at the first call.
+
+        Call it at each boundary (a step after which a snapshot is taken).
 
         Args:
-            step: the boundary, all of whose work is finished.
+            step: the boundary, which the devices have finished.
             now: monotonic time in seconds.
             released_at: monotonic time at which the previous boundary's snapshot had
                 its copies on other hosts.
@@ -97,7 +99,8 @@ class WindowClock:
                 training thread.
 
         Returns:
-            The steps and seconds since the previous boundary; None at the first one.
+            The steps while the previous snapshot was copied (`affected`) and afterwards
+            (`quiet`), and their seconds.
         """
         last, dispatched = self._last, self._dispatched
         self._last, self._dispatched = (step, now), []
@@ -147,9 +150,15 @@ class AgentRuntime:
         start: dict[str, Any],
         resume: str,
     ) -> None:
-        """Takes the slot of `start`, the agent's message that assigns a slot.
+        """Takes a slot; `mesh` connects to the other JAX processes later.
 
-        `mesh` connects to the other JAX processes later, if they are not connected.
+        Args:
+            experiment: the experiment.
+            dialogue: exchange of messages with the agent.
+            world: this process's membership in the job's JAX processes.
+            rehearsals: the train steps that this process compiled ahead.
+            start: the agent's message that assigns the slot.
+            resume: the command line that continues this run.
         """
         self.slot: int = start["slot"]
         self.num_slots: int = start["num_slots"]
@@ -224,7 +233,10 @@ class AgentRuntime:
         return self.choice.plan if self.choice is not None else None
 
     def _recorded(self) -> dict[str, Any]:
-        """Returns the values (no arrays) of the checkpoint that will be restored."""
+        """Returns the values (no arrays) of the checkpoint that will be restored.
+
+        They come from storage if the step is restored from there, else from the agent.
+        """
         from dtft.checkpoint.storage import StorageTier
 
         step = self._start["storage_step"]
@@ -329,7 +341,9 @@ class AgentRuntime:
             self.at = phase, step
 
     def dispatched(self, step: int) -> None:
-        """Reports to the agent that `step` is dispatched, and `step` - AHEAD finished.
+        """Reports to the agent that `step` is dispatched.
+
+        Then step `step - AHEAD` is finished, which is also reported.
 
         Raises:
             RuntimeError: a failure drill injects a failure at this step.
@@ -359,8 +373,8 @@ class AgentRuntime:
     def finished_step(self, step: int) -> None:
         """Reports to the agent that `step` is finished, before `save` is called for it.
 
-        Also measures the steps since the previous boundary; the cost of snapshots is
-        computed from these times.
+        Also measures the steps since the previous snapshot (`WindowClock`); the cost of
+        snapshots is computed from these times.
         """
         self._finished(step)
         stalls = self._manager.stalls_s
@@ -630,7 +644,13 @@ class TrainerProcess:
     def __init__(
         self, experiment: Experiment, link: AgentLink, arguments: Sequence[str]
     ) -> None:
-        """Stores the arguments; `serve` takes orders."""
+        """Stores the arguments; `serve` takes orders.
+
+        Args:
+            experiment: the experiment.
+            link: connection to the agent.
+            arguments: the words of the command line: the config, and its overrides.
+        """
         self._experiment, self._arguments = experiment, arguments
         self._dialogue = Dialogue(link, experiment.timeouts.start)
         self._world: World | None = None
@@ -687,9 +707,10 @@ class TrainerProcess:
             return self._orders.pop(0)
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Handles a message of the agent.
+        """Queues an order of the agent for `serve`; handles other messages at once.
 
-        Called on the receiving thread, which holds the dialogue's `condition`.
+        The order `leave` also discards queued orders and interrupts training. Called on
+        the receiving thread, which holds the dialogue's `condition`.
         """
         op = message["op"]
         if op == "leave":
@@ -759,9 +780,9 @@ class TrainerProcess:
         return training.error
 
     def _can_leave_behind(self) -> bool:
-        """Whether the training thread may go on computing beside the next formation.
+        """Whether the next slot may be taken while the old thread still computes.
 
-        It may if its phase is in `COMPUTING`, the runtime allows it
+        It may if the training thread's phase is in `COMPUTING`, the runtime allows it
         (`may_be_left_behind`), and no other thread that was left behind still runs. The
         caller holds the dialogue's `condition`.
         """
@@ -774,13 +795,13 @@ class TrainerProcess:
         )
 
     def _survives(self, error: Exception) -> bool:
-        """Whether this process stays for the next formation after an error.
+        """Whether this process stays alive after a training error, for another slot.
 
-        It stays if the agent has ordered it to leave its slot. A collective can break
+        It does if the agent has ordered it to leave its slot. A collective can break
         before this order arrives, and a corrupt copy is found without any order. For
         these errors the process reports the error to the agent and waits for the order.
-        If no order comes within the lease timeout plus `LAST_WORDS_S`, the process
-        exits with code 1.
+        If no order comes within the lease timeout plus `LAST_WORDS_S`, or the agent has
+        ended, the process exits with code 1.
         """
         from dtft.checkpoint.memory import CorruptCopy
         from dtft.train.world import broken_collective
@@ -800,7 +821,10 @@ class TrainerProcess:
         return self._is_leaving
 
     def _leave(self, order: dict[str, Any]) -> None:
-        """Frees the slot; reports to the agent that this process can start again."""
+        """Carries out the order `leave`: frees the slot, and reports this to the agent.
+
+        Afterwards this process can start in a slot again.
+        """
         if self._runtime is not None:
             self._runtime.close()
         with self._dialogue.condition:
@@ -814,7 +838,8 @@ class TrainerProcess:
     def last_words(self, op: str, **fields: Any) -> None:
         """Sends the messages `ending` and `op` to the agent, which ends this process.
 
-        Waits at most `LAST_WORDS_S` for this.
+        `fields` are the fields of the message `op`. Waits at most `LAST_WORDS_S` for
+        the agent.
         """
         with contextlib.suppress(AgentGone):
             self._dialogue.queue("ending")
@@ -930,9 +955,10 @@ def _import_everything(experiment: Any) -> None:
     """Imports modules, makes datasets and configures JAX, before there is a slot.
 
     If `cluster.devices_per_host` is above 0, JAX uses only the CPU, with this number of
-    devices; `cluster.hot_swap` multiplies the number by `TURNS`. JAX's compilation
-    cache is the directory in DTFT_COMPILATION_CACHE, if the variable is set. Must not
-    touch a device, because JAX must first connect to the job's other processes.
+    devices; with `cluster.hot_swap` it has `TURNS` times as many, because each recovery
+    needs devices that were not used before. JAX's compilation cache is the directory in
+    DTFT_COMPILATION_CACHE, if the variable is set. Must not touch a device, because JAX
+    must first connect to the job's other processes.
     """
     import jax
 

@@ -46,10 +46,17 @@ instance."""
 
 
 class World:
-    """This process's membership in a world. A process can join only one world."""
+    """This process's membership in a world: the JAX processes of a job.
+
+    A process can join only one world.
+    """
 
     def __init__(self, publish: Callable[[Mapping[str, str]], None]) -> None:
-        """Makes the `SharedKeys` with `publish`; `join` joins a world."""
+        """Connects to nothing yet; `join` joins a world.
+
+        `publish` sends keys of this process's coordination service to the other
+        processes, see `SharedKeys`.
+        """
         self.number = 0
         """Number of the joined world; 0 before `join`."""
         self.keys = SharedKeys(publish)
@@ -78,7 +85,7 @@ class World:
                 the world. `index`: index of this process. `heartbeat_s`, `start_s`:
                 heartbeat timeout and longest wait for other processes, in seconds.
                 `devices`: number of CPU devices of each process. `lasts`: whether the
-                world can last over several formations.
+                world can last over several formations (assignments of hosts to slots).
 
         Raises:
             ValueError: this process is in another world.
@@ -133,21 +140,21 @@ class World:
     def write_compilation_cache(self, *, writes: bool) -> None:
         """Sets whether this process writes to JAX's compilation cache.
 
-        Does nothing in a world of one formation, where JAX lets process 0 write. All
-        processes read the cache.
+        Does nothing in a world that ends with its first assignment of hosts to slots;
+        there JAX lets process 0 write. All processes read the cache.
         """
         if self._index is not None:
             _jax_internals.write_compilation_cache(self._index, writes=writes)
 
     def devices(self, indices: Sequence[int], turn: int, per_host: int) -> list[Any]:
-        """Returns the devices of a formation, in slot order.
+        """Returns the devices of the processes that train, in slot order.
 
-        On GPUs waits for the formation's other processes first.
+        On GPUs waits for the other processes first.
 
         Args:
             indices: index of the process of each slot.
-            turn: number of the formation in this world, from 0. On CPU each turn has
-                its own set of each process's devices.
+            turn: number of this assignment of hosts to slots in the world, from 0. On
+                CPU each turn has its own set of each process's devices.
             per_host: number of devices in a set; -1 selects all devices of a process,
                 as on accelerators.
         """
@@ -165,10 +172,11 @@ class World:
         return [device for found in by_process.values() for device in found[chosen]]
 
     def has_room_beside(self, per_host: int) -> bool:
-        """Whether a formation can begin while a thread still computes for the last one.
+        """Whether this process can train again while an old thread still computes.
 
-        True on CPU with one device per process in a formation, if the world lasts over
-        several formations: each formation then uses another device. With several
+        The old thread computes for an earlier formation (an assignment of hosts to
+        slots). True on CPU with one device per process in a formation, if the world
+        lasts over several formations: each then uses another device. With several
         devices per process the programs of both formations would wait for each other,
         because XLA begins their collectives one after the other. False on GPUs, where
         all formations use the same devices.
@@ -190,10 +198,11 @@ class World:
 
 
 def broken_collective(error: Exception) -> Exception | None:
-    """Returns the error of a failed computation, such as a collective; None for others.
+    """Returns `error` if a collective may have caused it; None for other errors.
 
-    JAX raises a JaxRuntimeError, or a ValueError if the computation runs on the calling
-    thread. A ValueError of gloo is converted to a JaxRuntimeError.
+    These are JaxRuntimeErrors, and ValueErrors of gloo, which are converted to
+    JaxRuntimeErrors. JAX raises a ValueError if the computation runs on the calling
+    thread.
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return error
@@ -282,7 +291,10 @@ def _descriptors(kind: str) -> Iterable[int]:
 
 
 def _watched(loop: int) -> dict[int, int]:
-    """Maps each file descriptor that an epoll instance watches to its inode."""
+    """Maps each file descriptor that an epoll instance watches to its inode.
+
+    `loop` is the file descriptor of the epoll instance. Empty if it was closed.
+    """
     try:
         text = Path(f"/proc/self/fdinfo/{loop}").read_text()
     except OSError:  # closed meanwhile

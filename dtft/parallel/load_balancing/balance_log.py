@@ -39,17 +39,22 @@ ITEM = "balance"
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """The shares and measured times with which a run begins."""
+    """With which shares a run begins, and the measured times of earlier rounds.
+
+    A share is the number of microbatches that a replica takes in a step.
+    """
 
     balance: Balance[Counts]
     is_recorded: bool
     """Whether the shares are the recorded shares of the checkpoint."""
     unknown: tuple[str, ...]
-    """Names of the nodes without measured times."""
+    """Names of the nodes (replicas) without measured times."""
 
 
 def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Makes a unique name for every replica from the names of its hosts.
+
+    Equal names get a number from the second on.
 
     Args:
         hosts_of: for each replica the names of its hosts, one or several.
@@ -69,9 +74,13 @@ def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def to_items(balance: Balance[Counts], names: Sequence[str]) -> dict[str, Any]:
-    """Converts shares and measured times to a checkpoint item for `begin_balance`.
+    """Makes the checkpoint item that records shares and measured times.
 
-    `names` has the name of each node. The item contains only values that JSON can hold.
+    `begin_balance` reads the item, which contains only values that JSON can hold.
+
+    Args:
+        balance: the current shares, and the times of the rounds so far.
+        names: the name of each node (replica), from `node_names`.
     """
     recorded = {
         "policy": balance.rules.policy,
@@ -96,17 +105,19 @@ def begin_balance(
 ) -> Begin:
     """Makes the shares with which a run begins, from the items of a checkpoint.
 
-    If the checkpoint has no record of shares, or a record of another number of
-    microbatches, the shares are equal and no measured times are used. Otherwise the
-    run uses the first of these that is possible:
+    A share is the number of microbatches that a node (replica) takes in a step. If the
+    checkpoint has no record of shares, or a record of another number of microbatches,
+    the shares are equal and no measured times are used. Otherwise the run uses the
+    first of these that is possible:
 
-    * The recorded shares. They need one share for each node, none above its node's cap.
+    * The recorded shares. They need one share for each node, none above the node's
+      largest allowed share.
     * The best shares for the recorded times. They need the policy `exact`, and recorded
       times of at least one node of this run.
     * Equal shares.
 
     Args:
-        rules: the rules of this run.
+        rules: how this run changes shares, such as the policy.
         work: the microbatches to divide.
         names: the names of the nodes, from `node_names`.
         items: the items of the checkpoint from which the run continues; empty in a new
@@ -146,9 +157,13 @@ def _arrays(times: UnitTimes) -> dict[str, list[float]]:
 
 
 def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> SpeedEstimator:
-    """Makes the speed estimates of the nodes `names` from recorded times.
+    """Makes the speed estimates of nodes (replicas) from recorded times.
 
     A node that the record does not name gets times of 0.
+
+    Args:
+        recorded: the checkpoint item that `to_items` made.
+        names: the names of this run's nodes.
     """
     place = {name: index for index, name in enumerate(recorded["nodes"])}
 
@@ -181,7 +196,10 @@ nodes it has the least, median and largest value."""
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds of timed and untimed steps in a round, measured in one process."""
+    """What it costs to time the last steps of a round, measured in one process.
+
+    A round is a number of steps with the same shares.
+    """
 
     step_s: float | None
     """Mean seconds of the steps that were not timed. This process's first step does not
@@ -194,10 +212,10 @@ class Cost:
 
     @property
     def share(self) -> float | None:
-        """How much longer a round takes because some steps are timed, as a fraction.
+        """The extra time of the timed steps, as a fraction of the round; at least 0.
 
-        These are the extra seconds of the timed steps, divided by the seconds of a
-        round without timed steps; at least 0. None if `step_s` is None.
+        The round's time is taken as if no step were timed. None if no untimed step was
+        measured.
         """
         if self.step_s is None:
             return None
@@ -224,8 +242,8 @@ class BalanceLog:
 
         Args:
             run_directory: directory of `balance.jsonl`.
-            epoch: fields that are added to every record.
-            names: names of the nodes.
+            epoch: fields that are added to every record: generation and attempt.
+            names: names of the nodes (replicas).
             leading: whether this process prints and writes; if not, the log does
                 nothing.
             say: function that prints a line.
@@ -239,7 +257,11 @@ class BalanceLog:
         self._disk = Disk(run_directory)
 
     def began(self, step: int, begin: Begin, sharing: Sharing) -> None:
-        """Logs the shares with which the run begins after step number `step`."""
+        """Logs the shares with which the run begins after step number `step`.
+
+        `sharing` has the sizes for the log line: microbatches of a step, rows of a
+        microbatch, and a replica's largest share.
+        """
         shares = begin.balance.division
         record = {
             "event": "begin",
@@ -259,13 +281,13 @@ class BalanceLog:
         busy_s: np.ndarray,
         cost: Cost,
     ) -> None:
-        """Logs a round that ended with step number `step`.
+        """Logs a round (a number of steps with the same shares) that has ended.
 
         Args:
             step: number of the round's last step.
-            before: the balance during the round.
-            after: the balance for the next round.
-            busy_s: seconds of local work in the timed steps, `[steps, nodes]`.
+            before: shares and measured times before the round's end.
+            after: those for the next round, with the reason why shares change or not.
+            busy_s: seconds of local work in the timed steps, `[steps, replicas]`.
             cost: seconds of timed and untimed steps.
         """
         judged = after.judgement
@@ -303,10 +325,15 @@ class BalanceLog:
 
 
 def begin_line(step: int, begin: Begin, sharing: Sharing) -> str:
-    """Makes the log line of a run's begin.
+    """Makes the log line that says with which shares a run begins.
 
-    The line has the policy, the shares, and whether a checkpoint had these shares. For
-    a run that continues, it also has the nodes without measured times.
+    The line has the policy, the shares, and whether a checkpoint had these shares. If
+    the run continues, it also names the nodes (replicas) without measured times.
+
+    Args:
+        step: number of the step that the run continues from; 0 for a new run.
+        begin: the shares and measured times.
+        sharing: the number and the rows of microbatches, and a replica's largest share.
     """
     why = f"recorded at step {step}" if begin.is_recorded else "to begin with"
     new = ""
@@ -328,10 +355,11 @@ def round_line(
     cost: Cost,
     names: Sequence[str],
 ) -> str:
-    """Makes the log line of a round.
+    """Makes the log line of a round, a number of steps with the same shares.
 
-    The line has the shares of the round, each node's mean milliseconds of waiting for
-    the slowest node, and the next shares or the reason why the shares stay the same.
+    The line has the shares of the round, each replica's mean milliseconds of waiting
+    for the slowest, and the next shares or the reason why the shares stay the same. The
+    arguments are as for `BalanceLog.round`; `names` has the name of each replica.
     """
     judged = after.judgement
     assert judged is not None

@@ -34,7 +34,7 @@ class Timing(Protocol):
     """Interface of `Probe`: runs and times steps."""
 
     def prepare(self, batch: Arrays) -> None:
-        """Compiles the programs of a timed step."""
+        """Compiles the programs of a timed step for a batch."""
         ...
 
     def idle_at(self, state: State) -> float:
@@ -47,10 +47,10 @@ class Timing(Protocol):
 
 
 class Balancer:
-    """Runs the steps of `load_balanced_step`, and changes the shares after rounds.
+    """Runs the steps of `load_balanced_step`, and changes the shares after each round.
 
-    A round is `BalanceConfig.every` steps, the last `BalanceConfig.probes` of which are
-    timed.
+    A share is the number of microbatches that a replica takes in a step. A round is
+    `BalanceConfig.every` steps, the last `BalanceConfig.probes` of which are timed.
     """
 
     def __init__(
@@ -65,9 +65,17 @@ class Balancer:
         step: int,
         timing: Timing | None = None,
     ) -> None:
-        """Starts after step number `step` with the shares of `begin`.
+        """Logs the first shares; runs no step yet.
 
-        `names` has a name for each replica. `timing` is by default a `Probe`.
+        Args:
+            train_step: a step from `load_balanced_step`.
+            source: the training data.
+            config: the settings of load balancing.
+            begin: the first shares, and measured times from the checkpoint.
+            names: a name for each replica.
+            log: the log of shares.
+            step: number of the step that the run continues from; 0 for a new run.
+            timing: what runs and times the timed steps; by default a `Probe`.
         """
         self._train_step, self._config, self._names = train_step, config, names
         self._balance, self._log, self._step = begin.balance, log, step
@@ -140,10 +148,10 @@ class Balancer:
         self._timed = []
 
     def _gathered(self) -> np.ndarray:
-        """Gathers the seconds of each replica's local work, `[timed steps, replicas]`.
+        """Returns the seconds of each replica's local work, `[timed steps, replicas]`.
 
-        The result is the same in all processes. The first round after a restart may
-        have fewer timed steps than later rounds.
+        They are gathered from all processes, and the same in all of them. The first
+        round after a restart may have fewer timed steps than later rounds.
         """
         own = np.full((self._num_own, self._config.probes), np.nan)
         for column, timed in enumerate(self._timed):
@@ -153,7 +161,10 @@ class Balancer:
         return busy_s[: len(self._timed)]
 
     def _told(self, own: np.ndarray) -> np.ndarray:
-        """Gathers one row of values per replica from all processes, by `gathered`."""
+        """Gathers values of all replicas from all processes, by `gathered`.
+
+        `own` has one row for each replica of this process.
+        """
         return gathered(self._train_step.mesh, own)
 
     def _cost(self) -> Cost:

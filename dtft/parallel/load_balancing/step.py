@@ -37,11 +37,12 @@ Sums = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharedGradients:
-    """Function that computes the means over a batch with uneven shares.
+    """Function that computes gradients and metrics of a batch with uneven shares.
 
-    The arrays of a batch have `Sharing.room` rows for each replica. Only the first
-    `rows_each * counts[replica]` rows are used; the batch array named
-    `row_assignment.COUNTS` has the counts. Layers that normalize over rows normalize
+    A share is the number of microbatches that a replica takes in a step. The arrays of
+    a batch have room for the largest share of each replica. Only the first rows of a
+    replica are used, as many as its share has; the batch array named
+    `row_assignment.COUNTS` has the shares. Layers that normalize over rows normalize
     within a microbatch, so the shares do not change the results of these layers.
     """
 
@@ -51,11 +52,14 @@ class SharedGradients:
     """The division of a batch into microbatches, and the largest share of a replica."""
 
     def __call__(self, state: State, batch: dict[str, jax.Array]) -> Means:
-        """Returns the means over all microbatches of the step."""
+        """Returns the means of gradients, running statistics and metrics.
+
+        The means are over all microbatches of the step.
+        """
         return self.means(self.local(state, batch))
 
     def local(self, state: State, batch: dict[str, jax.Array]) -> Sums:
-        """Computes each replica's `Sums` over its microbatches.
+        """Sums gradients, statistics and metrics over each replica's microbatches.
 
         There is no communication between replicas.
         """
@@ -70,7 +74,7 @@ class SharedGradients:
         )(state["params"], state["statistics"], rows, batch[COUNTS])
 
     def means(self, sums: Sums) -> Means:
-        """Reduces the sums over all replicas to means over all microbatches."""
+        """Adds the sums of all replicas; divides by the number of all microbatches."""
 
         is_whole = self.mesh.size == self.mesh.shape[REPLICA_AXIS]
 
@@ -91,7 +95,7 @@ class SharedGradients:
 
     @property
     def of_sums(self) -> Any:
-        """A NamedSharding for every leaf of the result of `local`."""
+        """A NamedSharding for every leaf of the sums that `local` returns."""
         own = state_sharding(self.model.abstract, self.mesh)
 
         def rows(sharding: NamedSharding) -> NamedSharding:
@@ -107,7 +111,7 @@ class SharedGradients:
 
     @property
     def of_means(self) -> Any:
-        """A NamedSharding for every leaf of the result of `means`."""
+        """A NamedSharding for every leaf of the means that `means` returns."""
         own = state_sharding(self.model.abstract, self.mesh)
         return {
             "gradients": own["params"],
@@ -201,7 +205,8 @@ def _varying(tree: Any) -> Any:
 class SharedFeed(Prepared):
     """Feed of batches with the current shares, for a step of `load_balanced_step`.
 
-    Each replica has `Sharing.room` rows in the batch. Rows beyond a replica's share are
+    Each replica has `Sharing.room` rows in the batch, enough for the largest share (the
+    number of microbatches that a replica takes). Rows beyond a replica's share are
     zeros, which the step does not use.
     """
 
@@ -245,8 +250,9 @@ class SharedFeed(Prepared):
         )
 
     def _padded(self, rows: range) -> dict[str, np.ndarray]:
-        """Reads rows from the source, and pads them with zeros to `Sharing.room` rows.
+        """Reads rows from the source, and pads them with zeros.
 
+        The result has as many rows as a replica's largest share (`Sharing.room`).
         Returns a map from the name of each column to its array.
         """
         # A replica without a share reads one row, to get names, shapes and dtypes.

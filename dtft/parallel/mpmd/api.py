@@ -167,14 +167,17 @@ class PlacedStep:
 
     @property
     def homes(self) -> State:
-        """For each leaf of the state the node that stores and updates the leaf."""
+        """For each leaf of the state the number of its node.
+
+        This node stores and updates the leaf.
+        """
         return self._layout.homes
 
     def predicted(self, placement: Placement) -> dict[Task, float]:
-        """Maps each forward and backward task of the first microbatch to the start time
-        that a placement predicts, in seconds.
+        """Returns the start times that a placement predicts, in seconds, by task.
 
-        Tasks without a predicted start are left out.
+        The tasks are forward and backward calls (programs on one node) for the first
+        microbatch. Tasks without a predicted start are left out.
         """
         active = self._feed.gradients.active
         return predicted_starts(placement, self.cut, self.order, active)
@@ -294,7 +297,13 @@ class PlacedStep:
     def _stores(
         self, state: State, batch: Any, nodes: Sequence[int]
     ) -> dict[int, dict[Key, Any]]:
-        """Checks state and batch; returns the arrays with which nodes begin a step."""
+        """Checks state and batch; returns the arrays with which `nodes` begin a step.
+
+        The result maps a node to a dict from an array's name (`Key`) to the array.
+
+        Raises:
+            ValueError: as for `step`.
+        """
         self._layout.check(state)
         self._layout.check_here(state, nodes)
         check_like("batch", batch, self._batch)
@@ -302,7 +311,11 @@ class PlacedStep:
         return self._feed.stores(state, batch, nodes)
 
     def _value(self, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
-        """Collects the results of the loss from the nodes' arrays."""
+        """Collects the results of the loss from the nodes' arrays.
+
+        `stores` maps a node to its arrays by name, as after `_work`. Returns what the
+        loss returns: a scalar, or a scalar and auxiliary values.
+        """
         found = [stores[node][key] for key, node in self._feed.gradients.results]
         if self._aux is None:
             return found[0]
@@ -316,9 +329,17 @@ class PlacedStep:
         *,
         measure: bool,
     ) -> list[Span]:
-        """Runs the tasks of all nodes at the same time.
+        """Runs the tasks of all nodes at the same time; returns their measured times.
 
-        Afterwards `stores` has the results of the loss and the arrays of `made`.
+        Args:
+            tasks: the tasks of each node, in order.
+            stores: map from a node to its arrays by name. Afterwards it has the results
+                of the loss and the arrays of `made`.
+            made: name and node of further arrays that are kept.
+            measure: whether tasks are timed; if not, the result is empty.
+
+        Raises:
+            TimeoutError: as for `step`.
         """
         wanted = [*self._feed.gradients.results, *made]
         kept = {node: [k for k, at in wanted if at == node] for node in self.devices}

@@ -141,7 +141,7 @@ def check_weight(weight: Any, part: Any) -> None:
 
 
 def part_weights(weight: Any, parts: Sequence[Any]) -> list[float]:
-    """Computes the weight of each microbatch; 1.0 for each if `weight` is None.
+    """Computes the weight of each microbatch of `parts`; 1.0 if `weight` is None.
 
     Raises:
         ValueError: a weight is no scalar, negative or not finite, or all weights are 0.

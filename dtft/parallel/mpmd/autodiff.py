@@ -28,7 +28,7 @@ def check(cut: Cut, params: Sequence[int], num_microbatches: int) -> None:
     be floating-point or complex, so that it can be averaged.
 
     Args:
-        cut: the cut of a program whose first result is the loss.
+        cut: a program, cut into segments, whose first result is the loss.
         params: indices of the parameters in `cut.variables`.
         num_microbatches: number of microbatches.
 
@@ -72,7 +72,7 @@ def between(cut: Cut, params: Sequence[int]) -> frozenset[int]:
     """Finds the values on a path of operators from a parameter to the loss.
 
     Args:
-        cut: the cut of a program whose first result is the loss.
+        cut: a program, cut into segments, whose first result is the loss.
         params: indices of the parameters in `cut.variables`.
 
     Returns:
@@ -109,11 +109,12 @@ def is_float(aval: Any) -> bool:
 
 
 class Split:
-    """A segment's forward program with residuals, and its backward program.
+    """Makes the forward and the backward program of a segment.
 
-    The backward program is from `jax.vjp`, so custom derivative rules apply. Its
-    residuals are kept and not recomputed. A residual that the segment also reads or
-    writes is not kept twice.
+    A segment is a part of the loss that one node computes. The backward program is from
+    `jax.vjp`, so custom derivative rules apply. The values that it needs from the
+    forward pass (residuals) are kept and not recomputed. A residual that the segment
+    also reads or writes is not kept twice.
     """
 
     def __init__(
@@ -126,11 +127,13 @@ class Split:
         """Traces the segment's program together with its derivative.
 
         Args:
-            program: the segment's program, from its reads to its writes.
+            program: the segment's program, from the values that the segment reads to
+                those that it writes.
             segment: the segment.
-            used: numbers of the reads with respect to which the program is
+            used: indices (in `Cut.variables`) of the values that the segment reads and
+                with respect to which the program is differentiated.
+            made: indices of the values that the segment writes and that are
                 differentiated.
-            made: numbers of the writes that are differentiated.
         """
         self.used, self.made = used, made
         self.like: dict[Key, jax.ShapeDtypeStruct] = {}
@@ -146,12 +149,13 @@ class Split:
     ) -> tuple[list[Key], list[Key]]:
         """Returns the keys of all residuals, and of the residuals that are new.
 
-        A residual that the segment also reads or writes has the key of this value, and
-        is not new.
+        A residual is a value that the backward program needs from the forward pass; a
+        key (`Key`) is an array's name. A residual that the segment also reads or writes
+        has the key of this value, and is not new.
 
         Args:
-            reads: keys of the segment's reads.
-            writes: keys of the segment's writes.
+            reads: keys of the values that the segment reads.
+            writes: keys of the values that the segment writes.
             index: number of the segment, for the keys of new residuals.
         """
         jaxpr = self._traced.jaxpr
@@ -175,12 +179,15 @@ class Split:
     def forward(
         self, num_writes: int, kept: Sequence[Key], residuals: Sequence[Key]
     ) -> ClosedJaxpr:
-        """Makes the forward program, from reads to writes and new residuals.
+        """Makes the forward program, which also returns the new residuals.
+
+        It maps the values that the segment reads to the values that it writes, followed
+        by the residuals of `kept` (values that the backward program needs).
 
         Args:
-            num_writes: number of the segment's writes.
-            kept: keys of the new residuals.
-            residuals: keys of all residuals.
+            num_writes: number of values that the segment writes.
+            kept: keys of the new residuals, from `residuals`.
+            residuals: keys of all residuals, from `residuals`.
         """
         jaxpr = self._traced.jaxpr
         outvars = list(jaxpr.outvars)
@@ -195,14 +202,14 @@ class Split:
         arriving: Sequence[Sequence[int]],
         earlier: Sequence[int | None],
     ) -> ClosedJaxpr:
-        """Makes the backward program.
+        """Makes the backward program, from cotangents of writes to cotangents of reads.
 
-        It computes the cotangents of `used` from the residuals and the cotangents of
-        `made`.
+        The writes are the values of `made`, the reads those of `used`.
 
         Args:
-            likes: shapes of the program's arguments.
-            residuals: positions of the residuals among the arguments.
+            likes: shapes and dtypes of the program's arguments.
+            residuals: positions, among the arguments, of the values that are kept from
+                the forward pass.
             arriving: for each value of `made` the positions of the cotangents whose sum
                 is the value's cotangent.
             earlier: for each value of `used` the position of the sum to which its
@@ -231,9 +238,16 @@ class Split:
 def _transposable(
     program: ClosedJaxpr, segment: Segment, used: Sequence[int], made: Sequence[int]
 ) -> Callable[..., Any]:
-    """Makes a function that maps a segment's reads to its writes and a vjp function.
+    """Makes a function that runs a segment, and also returns its vjp function.
 
     The vjp function takes cotangents of `made` and returns cotangents of `used`.
+
+    Args:
+        program: the segment's program.
+        segment: the segment.
+        used: indices (in `Cut.variables`) of the values that the segment reads and with
+            respect to which the program is differentiated.
+        made: indices of the values that the segment writes and that are differentiated.
     """
     run = jaxpr_as_fun(program)
     places = [segment.reads.index(number) for number in used]
@@ -271,11 +285,11 @@ _SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ends:
-    """The calls that are made once in a step, before or after the microbatches.
+    """Makes the calls that run once in a step, before or after the microbatches.
 
-    The calls before the microbatches send parameters, and set sums of gradients to
-    zero. The calls after the microbatches add the sums of all nodes, and compute the
-    means of gradients and results.
+    A call (`NodeCall`) is a program on one node. The calls before the microbatches send
+    parameters, and set sums of gradients to zero. The calls after the microbatches add
+    the sums of all nodes, and compute the means of gradients and of the loss's results.
     """
 
     like: Mapping[int, jax.ShapeDtypeStruct]
@@ -296,15 +310,21 @@ class Ends:
         return sorted({node for nodes in self.summing.values() for node in nodes})
 
     def first(self) -> tuple[NodeCall, ...]:
-        """Makes the calls before the first microbatch."""
+        """Makes the calls that run before the first microbatch.
+
+        There is one for each node that stores parameters or sums their gradients.
+        """
         return tuple(map(self._begin, self._nodes))
 
     def last(self) -> tuple[NodeCall, ...]:
-        """Returns the calls that follow the last microbatch of a step."""
+        """Makes the calls that run after the last microbatch of a step."""
         return (*self._reduce(), *self._finish(), *self._results())
 
     def _begin(self, node: int) -> NodeCall:
-        """Makes a call that sends parameters to other nodes, and sets sums to zero."""
+        """Makes a node's first call: sends parameters, sets sums of gradients to zero.
+
+        The parameters that the node stores are sent to the other nodes that read them.
+        """
         mine = [n for n in self.homes if self.homes[n] == node]
         summed = [n for n in self.homes if node in self.summing[n]]
         likes = [self.like[n] for n in summed]
@@ -321,7 +341,10 @@ class Ends:
         )
 
     def _reduce(self) -> list[NodeCall]:
-        """Makes the calls that send sums of gradients to the parameters' home nodes."""
+        """Makes the calls that send sums of gradients to the parameters' home nodes.
+
+        The home node of a parameter stores and updates it.
+        """
         calls: list[NodeCall] = []
         for node in self._nodes:
             away = [
@@ -337,8 +360,10 @@ class Ends:
         return calls
 
     def _finish(self) -> list[NodeCall]:
-        """Makes the calls that compute gradients: add the nodes' sums, divide by the
-        total weight."""
+        """Makes the calls that compute gradients on the parameters' home nodes.
+
+        They add the sums of all nodes and divide by the weight of all microbatches.
+        """
         calls: list[NodeCall] = []
         for node in self._nodes:
             mine = [n for n in self.homes if self.homes[n] == node]
@@ -361,7 +386,10 @@ class Ends:
         return calls
 
     def _results(self) -> list[NodeCall]:
-        """Makes the calls that compute weighted means of results over microbatches."""
+        """Makes the calls that average the loss's results over the microbatches.
+
+        The means are weighted by the weights of the microbatches.
+        """
         places: dict[int, list[int]] = defaultdict(list)
         for place, (_, node) in enumerate(self.results):
             places[node].append(place)
@@ -411,7 +439,11 @@ def _mean(total: jax.Array, weights: list[jax.Array], found: list[jax.Array]) ->
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gradients:
-    """The calls for loss and gradients; keys and nodes of their inputs and results."""
+    """The calls that compute a loss and its gradients.
+
+    A call (`NodeCall`) is a program on one node. Also has the name (`Key`) and the node
+    of each input and each result of the calls.
+    """
 
     calls: Calls
     active: frozenset[int]
@@ -429,10 +461,10 @@ class Gradients:
 
 
 def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradients:
-    """Makes the calls for the value and the gradients of a loss.
+    """Makes the calls (`NodeCall`: a program on one node) for a loss and its gradients.
 
     Args:
-        cut: the cut of a program whose first result is the loss, a scalar.
+        cut: a program, cut into segments, whose first result is the loss, a scalar.
         num_params: number of parameters, which are the program's first arguments.
         num_microbatches: number of microbatches, each with a `weight`.
 
@@ -446,7 +478,7 @@ def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradient
 
 @dataclass(kw_only=True)
 class _Users:
-    """The nodes that read each value, and the segments that make its cotangents."""
+    """The nodes that read each value, and the segments that compute its cotangents."""
 
     by_node: dict[int, dict[int, list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
@@ -613,9 +645,11 @@ class _Differentiation:
         )
 
     def _cotangents(self, number: int) -> list[Key]:
-        """Returns the keys of the arrays whose sum is the cotangent of a value.
+        """Returns the keys (names) of the arrays whose sum is the cotangent of a value.
 
-        The cotangent of the loss is the weight of the microbatch.
+        `number` is the value's index in `Cut.variables`. Each node with a backward call
+        for the value makes one of these arrays. The cotangent of the loss is the weight
+        of the microbatch.
         """
         if number == self._cut.results[0]:
             return [Key("weight", microbatch=EACH)]
@@ -627,9 +661,16 @@ class _Differentiation:
     def _earlier(self, index: int, number: int, node: int) -> Key | None:
         """Returns the key of the sum to which a backward call adds a value's cotangent.
 
-        For a parameter this is the `sum` over microbatches, which begins at zero. For
-        another value it is the `partial` that the node's previous backward call for the
-        value wrote; None if the node has no such call.
+        Args:
+            index: number of the segment whose backward call it is.
+            number: index of the value in `Cut.variables`.
+            node: node of the segment.
+
+        Returns:
+            For a parameter, a key of kind `sum`: the node's sum over microbatches,
+            which begins at zero. For another value, a key of kind `partial`: the
+            cotangent that the node's previous backward call for the value wrote; None
+            if the node has no such call.
         """
         if number in self._params:
             return Key("sum", number, node)
@@ -637,12 +678,12 @@ class _Differentiation:
         return Key("partial", number, later[0], EACH) if later else None
 
     def _later(self, index: int, number: int, node: int) -> Key:
-        """Returns the key of the gradient that a segment's backward call writes.
+        """Returns the key (name) of the cotangent that a backward call writes.
 
         Args:
-            index: number of the segment.
-            number: number of a value that the segment reads; the gradient is this
-                value's.
+            index: number of the segment whose backward call it is.
+            number: index in `Cut.variables` of a value that the segment reads; the
+                cotangent is this value's.
             node: node of the segment.
 
         Returns:

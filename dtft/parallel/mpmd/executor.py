@@ -29,11 +29,11 @@ class Exchange(Protocol):
     """Interface that sends arrays from node to node."""
 
     def send(self, key: Key, array: Any, node: int) -> None:
-        """Starts to send an array to a node; does not block."""
+        """Starts to send an array, named `key`, to a node; does not block."""
         ...
 
     def receive(self, key: Key, deadline: float) -> Any:
-        """Waits for an array sent to this node; returns it on this node's device.
+        """Waits for the array `key` sent to this node; returns it on the node's device.
 
         Raises:
             TimeoutError: the array has not arrived by `deadline`, a time of
@@ -44,7 +44,10 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """The measured times of one task, in seconds since the step began."""
+    """The measured times of one task (a program on one node, for one microbatch).
+
+    Times are in seconds since the step began.
+    """
 
     node: int
     name: str
@@ -73,13 +76,13 @@ class Node:
         wanted: Sequence[Key] = (),
         began: float | None = None,
     ) -> list[Span]:
-        """Runs the node's tasks of a step.
+        """Runs the node's tasks (programs, each for one microbatch) of a step.
 
         Args:
             tasks: the tasks, in order.
-            store: map from keys to arrays on the device. Results of tasks and received
-                arrays are added. Arrays of other kinds than `_KEPT` are dropped after
-                their last use. Afterwards the store has the arrays of `wanted`.
+            store: map from keys (names) to arrays on the device. Results of tasks and
+                received arrays are added. All arrays are dropped after their last use,
+                except those of `wanted`, parameters, optimizer state and constants.
             exchange: sends arrays to and receives arrays from other nodes.
             deadline: time (`time.monotonic()`) at which waiting ends.
             wanted: keys of arrays that stay in the store.
@@ -163,8 +166,10 @@ def _let_go(task: Task, store: dict[Key, Any], left: Counter[Key]) -> None:
 
 
 class _Clock:
-    """Waits for arrays and records the times of tasks; does neither if `began` is
-    None."""
+    """Waits for arrays and records the times of tasks.
+
+    Does neither if `began`, the time at which the step began, is None.
+    """
 
     def __init__(self, began: float | None) -> None:
         self._began = began
@@ -205,8 +210,8 @@ this time a node that waited for an array raises an error, which names the array
 class Hub:
     """Runs the nodes of a step on one thread each, and passes arrays between them.
 
-    Holds an array that was sent to a node, on the node's device, until the node takes
-    it. Once a node has failed, every `receive` raises InterruptedError.
+    An array that was sent to a node stays here, on the node's device, until the node
+    receives it. Once a node has failed, every `receive` raises InterruptedError.
     """
 
     def __init__(self, devices: Mapping[int, Any]) -> None:
@@ -249,7 +254,8 @@ class Hub:
         """Runs every node in a separate thread, and waits for all threads.
 
         Args:
-            work: function that runs the tasks of a node.
+            work: function that runs the tasks of a node; its argument is the node's
+                number.
             deadline: time (`time.monotonic()`) at which waiting ends.
 
         Returns:
@@ -331,7 +337,10 @@ class StepTimeline:
 
     @property
     def order(self) -> dict[int, tuple[tuple[str, int | None], ...]]:
-        """Names and microbatches of each node's tasks, in order of measured start."""
+        """Name and microbatch of each node's tasks, in order of measured start.
+
+        The microbatch is None for a task that runs once in a step.
+        """
         return {
             node: tuple(
                 (span.name, span.microbatch)

@@ -78,9 +78,9 @@ def _lowers(fn: Callable[..., Any], args: Iterable[Any], platform: str) -> bool:
 
 
 def _key(eqn: JaxprEqn) -> Any:
-    """Returns an equation's primitive, operand types and parameters.
+    """Returns an equation's primitive, operand types and parameters, as a dict key.
 
-    Equations with the same key are lowered only once.
+    Of equations with the same key only one is lowered.
     """
     avals = tuple(str(atom.aval) for atom in eqn.invars)
     return eqn.primitive.name, avals, str(eqn.params)

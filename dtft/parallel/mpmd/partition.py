@@ -35,7 +35,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """Units (equations) that one node computes without waiting for other nodes in
+    """Equations (`Unit`) that one node computes without waiting for other nodes in
     between."""
 
     node: int
@@ -54,7 +54,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """A program that is cut into segments."""
+    """A program that is cut into segments, each computed by one node."""
 
     segments: tuple[Segment, ...]
     """The segments, in an order in which they can run."""
@@ -86,9 +86,10 @@ def cut(
 ) -> Cut:
     """Cuts a program into segments, by the node that runs each operator.
 
-    Equations are left out if the results do not depend on them. An equation that cannot
-    be divided (a loop, a function with a derivative rule) runs on the node whose
-    operators in the equation take the most seconds.
+    A segment has equations that a node computes without waiting for others. Equations
+    are left out if the results do not depend on them. An equation that cannot be
+    divided (a loop, a function with a derivative rule) runs on the node whose operators
+    in the equation take the most seconds.
 
     Args:
         program: a program from `dtft.planner.ir.traced`.
@@ -118,7 +119,7 @@ def cut(
 
 
 class _Flat:
-    """A program in which the bodies of calls replace the calls (`INLINED`).
+    """A program without calls such as `jit` (`INLINED`): their bodies replace them.
 
     The results of its equations are new variables, each written once.
     """
@@ -275,11 +276,12 @@ class _Cutting:
         )
 
     def _groups(self) -> list[list[int]]:
-        """Groups units into segments, in an order in which segments can run.
+        """Groups units (equations) into segments, in an order in which they can run.
 
-        The first unit of a segment is the unit with the largest `_changes`, of all
-        units whose inputs are computed. The segment then takes all units of the same
-        node that can run without waiting for other nodes.
+        Returns the indices of each segment's units. The first unit of a segment is, of
+        all units whose inputs are computed, one with the most changes of node after it
+        (`_changes`). The segment then takes all units of the same node that can run
+        without waiting for other nodes.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -309,7 +311,7 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """Returns, for each unit, the largest number of node changes on a path.
+        """Returns, for each unit (equation), the most changes of node on a path.
 
         A path begins at the unit, and goes from each unit to a unit that reads one of
         its results.
@@ -497,9 +499,9 @@ def predicted_starts(
 
     Args:
         placement: a placement of one microbatch's forward and backward pass.
-        cut: the program, cut by the placement.
-        order: the order of the tasks of the cut.
-        active: numbers of the values that are differentiated.
+        cut: the program, cut into segments by the placement.
+        order: the tasks of a step; the start times of its tasks are returned.
+        active: indices in `cut.variables` of the values that are differentiated.
 
     Returns:
         Map from a task of microbatch 0 to its predicted start in seconds. A task is

@@ -59,7 +59,10 @@ class Key(NamedTuple):
     step."""
 
     def at(self, microbatch: int) -> "Key":
-        """Replaces the placeholder `EACH` by a microbatch; other keys do not change."""
+        """Returns the name of the array of one microbatch.
+
+        Replaces the placeholder `EACH`; a name without it is returned unchanged.
+        """
         return self._replace(microbatch=microbatch) if self.microbatch == EACH else self
 
 
@@ -89,7 +92,10 @@ class NodeCall:
 
 
 class Task(NamedTuple):
-    """A call for a microbatch; `microbatch` is None for calls made once in a step."""
+    """A call (a program on one node) for a microbatch.
+
+    `microbatch` is None for a call that is made once in a step.
+    """
 
     call: NodeCall
     microbatch: int | None = None
@@ -132,7 +138,7 @@ class NodeTransfer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
-    """All calls of a step."""
+    """All calls of a step, each a program on one node."""
 
     begin: tuple[NodeCall, ...] = ()
     """Calls made once, before the first microbatch."""
@@ -145,7 +151,10 @@ class Calls:
     """Map from an array's key to the array's bytes, for each array that is sent."""
 
     def then(self, more: "Calls") -> "Calls":
-        """Returns these calls, with the `end` calls and `num_bytes` of `more` added."""
+        """Returns these calls, followed by the `end` calls of `more`.
+
+        Also adds the `num_bytes` (bytes of each array that is sent) of `more`.
+        """
         return replace(
             self,
             end=(*self.end, *more.end),
@@ -153,8 +162,10 @@ class Calls:
         )
 
     def transfers(self, num_microbatches: int) -> tuple[NodeTransfer, ...]:
-        """Counts the arrays and bytes that a step sends, by pair of nodes and kind of
-        array."""
+        """Counts the arrays and bytes that a step sends.
+
+        The result has an entry for each pair of nodes and kind of array.
+        """
         found: dict[tuple[int, int, Kind], list[int]] = {}
         for call in (*self.begin, *self.each, *self.end):
             times = num_microbatches if call in self.each else 1
@@ -177,10 +188,10 @@ class Calls:
 def sends(
     keys: Iterable[Key], node: int, wanted: Mapping[Key, Sequence[int]]
 ) -> tuple[tuple[Key, int], ...]:
-    """Returns pairs of a key and another node that needs the key's array.
+    """Returns which arrays a node must send: pairs of a key and a receiving node.
 
     Args:
-        keys: keys of the arrays that a node makes.
+        keys: keys (names) of the arrays that a node makes.
         node: the node that makes the arrays; it sends nothing to itself.
         wanted: map from a key to the nodes that need its array.
     """
@@ -240,7 +251,10 @@ class CallOrder:
     """Expected end of the last forward or backward task, in seconds."""
 
     def without(self, calls: Calls) -> "CallOrder":
-        """Returns the order without the tasks of `calls.end`, such as the update's."""
+        """Returns the order without the tasks of `calls.end`.
+
+        With the calls of an optimizer's update this is a step without the update.
+        """
         return replace(
             self,
             by_node={
@@ -251,10 +265,11 @@ class CallOrder:
 
 
 def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> CallOrder:
-    """Computes the order of all tasks of a step.
+    """Computes the order in which each node runs its tasks of a step.
 
-    The order has no deadlock, because the calls of a microbatch never wait for a newer
-    microbatch, also not at the limit of microbatches in flight (`_let_in`).
+    A task is a call for one microbatch, or a call that is made once. The order has no
+    deadlock, because the calls of a microbatch never wait for a newer microbatch, also
+    not at the limit of microbatches in flight (`_let_in`).
 
     Args:
         calls: the calls of a step.
@@ -332,9 +347,10 @@ class _Simulation:
         return starts, max(free.values(), default=0.0)
 
     def _followers(self) -> list[set[int]]:
-        """Returns, for each call, the calls that may have to wait until the call ends.
+        """Returns, for each call, which calls may have to wait until it ends.
 
-        A call is in its own set, because the call's next microbatch waits too.
+        Calls are given by their indices. A call is in its own set, because the call's
+        next microbatch waits too.
         """
         found = [{index} for index in range(len(self._calls))]
         for index, before in enumerate(self._before):
@@ -346,7 +362,11 @@ class _Simulation:
         return found
 
     def _look(self, some: Iterable[int]) -> None:
-        """Updates the earliest start of some calls, each for its next microbatch."""
+        """Updates when some calls can start at the earliest for their next microbatch.
+
+        `some` has the indices of the calls. A call that cannot start yet, or has no
+        next microbatch, is not considered by `_first`.
+        """
         for index in some:
             ready = self._ready(index)
             if ready is None:
@@ -357,7 +377,8 @@ class _Simulation:
     def _first(self, free: Mapping[int, float]) -> tuple[float, int]:
         """Returns the start and the index of the call that can start first.
 
-        Of calls that can start at the same time, a backward call has priority.
+        Of calls that can start at the same time, a backward call has priority. `free`
+        maps a node to the time at which its last scheduled call ends.
         """
         found: list[tuple[float, bool, int, int, int]] = []
         for index, ready in self._startable.items():
@@ -370,10 +391,11 @@ class _Simulation:
         return start, index
 
     def _ready(self, index: int) -> float | None:
-        """Returns the time when a call can start for its next microbatch, in seconds.
+        """Returns the time when the call `index` can start for its next microbatch.
 
-        Returns None if the call has no next microbatch, or if an input, or the older
-        microbatch that `_let_in` waits for, is not yet scheduled.
+        The time is in seconds since the step began. Returns None if the call has no
+        next microbatch, or if an input, or the older microbatch that `_let_in` waits
+        for, is not yet scheduled.
         """
         part = self._next[index]
         if part == self._parts:
@@ -384,13 +406,13 @@ class _Simulation:
         return None if None in ends else max((e for e in ends if e), default=0.0)
 
     def _let_in(self, index: int, part: int) -> float | None:
-        """Returns the time from which a segment may begin a microbatch, in seconds.
+        """Returns the time from which a segment may begin the microbatch `part`.
 
-        The limit L is the segment's largest number of microbatches in flight. For the
-        first L microbatches the time is 0.0. A later microbatch waits for the end of
-        the segment's backward call for microbatch `part` - L. If the segment has no
-        backward call, it waits for the end of all calls of that microbatch. Returns
-        None if this end is not yet scheduled.
+        `index` is the index of the segment's forward call. The limit L is the segment's
+        largest number of microbatches in flight. For the first L microbatches the time
+        is 0.0. A later microbatch waits for the end of the segment's backward call for
+        microbatch `part` - L. If the segment has no backward call, it waits for the end
+        of all calls of that microbatch. Returns None if this end is not yet scheduled.
         """
         gone = part - self._most[self._calls[index].segment]
         if gone < 0:

@@ -45,8 +45,15 @@ class PlacedLayout:
         opt_homes: Sequence[int],
         devices: Mapping[int, Any],
     ) -> "PlacedLayout":
-        """Makes a layout from two trees of ShapeDtypeStructs and the nodes of their
-        leaves."""
+        """Makes a layout from the shapes and the nodes of all leaves.
+
+        Args:
+            params: the parameters, as a tree of ShapeDtypeStructs.
+            opt_state: the optimizer state, as a tree of ShapeDtypeStructs.
+            homes: for each leaf of `params` the number of its node.
+            opt_homes: for each leaf of `opt_state` the number of its node.
+            devices: map from a node's number to its device.
+        """
         return cls(
             shapes={"params": params, "opt_state": opt_state},
             homes={
@@ -122,11 +129,11 @@ class PlacedLayout:
 
 
 def check_values(name: str, arrays: Any) -> None:
-    """Checks that no leaf is a ShapeDtypeStruct.
+    """Checks that no leaf of a tree is a ShapeDtypeStruct.
 
     Raises:
-        ValueError: a leaf is a ShapeDtypeStruct; the message names the path of the
-            first such leaf.
+        ValueError: a leaf is a ShapeDtypeStruct; the message has `name`, the name of
+            the tree, and the path of the first such leaf.
     """
     for path, leaf in to_paths(arrays).items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -200,12 +207,17 @@ class PlacedFeed:
     def stores(
         self, state: Any, batch: Any, nodes: Sequence[int]
     ) -> dict[int, dict[Key, Any]]:
-        """Makes the stores of nodes at the beginning of a step.
+        """Returns the arrays with which nodes begin a step.
+
+        These are the state, the microbatches, their weights, and constants.
 
         Args:
             state: the state before the step.
             batch: the whole batch.
-            nodes: numbers of the nodes whose stores are made.
+            nodes: numbers of the nodes whose arrays are returned.
+
+        Returns:
+            Map from a node to its store, a dict from an array's name to the array.
 
         Raises:
             ValueError: rows cannot be divided, or the weights of the microbatches are
@@ -231,8 +243,10 @@ class PlacedFeed:
     def state(self, before: Any, stores: Mapping[int, Mapping[Key, Any]]) -> Any:
         """Reads the state after a step from the stores of nodes.
 
-        A leaf keeps its old array if its node has no store in `stores`. A leaf that the
-        optimizer sets to a constant gets a new array of the constant.
+        `before` is the state before the step. `stores` maps a node to a dict from an
+        array's name to the array. A leaf keeps its old array if its node has no store
+        in `stores`. A leaf that the optimizer sets to a constant gets a new array of
+        the constant.
         """
         old = [
             *jax.tree.leaves(before["params"]),
@@ -263,9 +277,10 @@ class _Parts:
         self._place = {number: place for place, number in enumerate(numbers)}
 
     def of(self, key: Key) -> Iterator[tuple[Key, Any]]:
-        """Yields keys and arrays of an input of a step.
+        """Yields names and arrays of an input of a step, such as an array of the batch.
 
-        A key with `EACH` gives one pair per microbatch; other keys give one pair.
+        An input that each microbatch has (a key with `EACH`) gives a pair per
+        microbatch, other inputs give one pair.
         """
         every = key.microbatch == EACH
         for at in range(len(self._parts)) if every else [key.microbatch]:

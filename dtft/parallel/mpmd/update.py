@@ -22,7 +22,11 @@ from dtft.planner.ir import CALLS, bodies, is_var, operators, traced
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Updating:
-    """The calls of an update, and the keys and nodes of its inputs and results."""
+    """The calls that compute one update of parameters and optimizer state.
+
+    A call (`NodeCall`) is a program on one node. Also has the name (`Key`) and the node
+    of each input and each result of the calls.
+    """
 
     calls: Calls
     state: tuple[tuple[Key, int], ...]
@@ -71,7 +75,10 @@ def updating(
 
 
 class _Colocated:
-    """A set of values on one node (union-find); the node may still be unknown."""
+    """A set of values that lie on the same node, which may still be unknown.
+
+    Sets are joined as in a union-find structure.
+    """
 
     def __init__(self, node: int | None = None) -> None:
         self.node = node
@@ -102,13 +109,14 @@ class _Where:
 
     @property
     def nodes(self) -> list[int]:
-        """The node of each operator."""
+        """The node of each operator of the program that `run` walked, in order."""
         return [self._node(place) for place in self._operators]
 
     def run(self, jaxpr: Jaxpr, homes: Sequence[int]) -> list[int]:
-        """Walks the program; returns the node of each leaf of the optimizer state.
+        """Assigns the operators of the program `jaxpr` to nodes (see `nodes`).
 
-        `homes` has the node of each parameter, which is also the node of its gradient.
+        Returns the node of each leaf of the optimizer state. `homes` has the node of
+        each parameter, which is also the node of its gradient.
         """
         self._default = homes[0]
         state = [_Colocated() for _ in jaxpr.invars[2 * len(homes) :]]
@@ -136,10 +144,11 @@ class _Where:
         return [known[a] if is_var(a) else _Colocated() for a in jaxpr.outvars]
 
     def _together(self, eqn: JaxprEqn, known: dict[Any, _Colocated]) -> _Colocated:
-        """Returns the set of an equation's largest operand with a known node.
+        """Returns the set of values on whose node an equation runs.
 
-        Operands without a known node join this set. If no operand has a known node, all
-        operands join a new set.
+        It is the set of the equation's largest operand with a known node. Operands
+        without a known node join this set. If no operand has a known node, all operands
+        join a new set.
         """
         found = [(_size(a), known[a]) for a in eqn.invars if is_var(a)]
         settled = [(size, p) for size, p in found if p.root().node is not None]
@@ -151,7 +160,10 @@ class _Where:
 
 
 class _Making:
-    """The calls of an update, made from the segments of an optimizer's program."""
+    """Makes the calls of an update from the segments of an optimizer's program.
+
+    A call (`NodeCall`) is a program on one node.
+    """
 
     def __init__(
         self, divided: Cut, keys: Sequence[Key], homes: Sequence[int], state: list[int]
@@ -210,12 +222,20 @@ class _Making:
         return aval.size * aval.dtype.itemsize
 
     def _end(self, number: Any, node: int) -> Any:
-        """Returns `node`, or the value of the literal if the result is a literal."""
+        """Returns the node of a result of the program, or the value of a literal.
+
+        Args:
+            number: number of the result's value, or a literal.
+            node: the node that stores the result; returned unless it is a literal.
+        """
         return node if isinstance(number, int) else number.val
 
     def _arguments(self, wanted: dict[Key, list[int]]) -> list[NodeCall]:
-        """Makes the calls that send gradients, parameters and optimizer state to other
-        nodes that read them."""
+        """Makes the calls that send the program's arguments to other nodes.
+
+        The arguments are gradients, parameters and optimizer state. `wanted` maps an
+        array's name to the nodes that read the array.
+        """
         away: dict[int, list[tuple[Key, int]]] = {}
         for number in self._cut.arguments:
             key, node = self._keys[number], self._at[number]
@@ -249,7 +269,16 @@ class _Making:
         )
 
     def _free(self, index: int, segment: Segment) -> list[int]:
-        """Returns the positions of the reads that the node does not need later."""
+        """Returns which of a segment's inputs its node does not need later.
+
+        Args:
+            index: number of the segment.
+            segment: the segment.
+
+        Returns:
+            Positions in `segment.reads`. Their arrays can be donated to the segment's
+            program.
+        """
         later = {
             number
             for other in self._cut.segments[index + 1 :]

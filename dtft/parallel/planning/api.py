@@ -85,9 +85,9 @@ class RunnablePlan(Plan):
         """Explains the plan as text: seconds and bytes by term (such as compute or
         parameters), collectives, and alternatives.
 
-        Also gives the cost of the pins and the findings of `lints()`, unless the plan
-        was read from a file. The first call, or the first of `html()`, plans again
-        without each pin; later calls plan nothing.
+        Also gives the cost of the pins (the settings that the user has fixed) and the
+        findings of `lints()`, unless the plan was read from a file. The first call, or
+        the first of `html()`, plans again without each pin; later calls plan nothing.
         """
         return wording.text(self.sections())
 
@@ -97,9 +97,10 @@ class RunnablePlan(Plan):
 
     @cached_property
     def _planned_again(self) -> tuple[Section, ...]:
-        """Report sections with the costs of the pins and the lints.
+        """Report sections with the costs of the pins and the findings of `lints()`.
 
-        () for a plan from a file. Computed on the first use, because this plans again.
+        A pin is a setting that the user has fixed. () for a plan from a file. Computed
+        on the first use, because this plans again without each pin.
         """
         if self.decision is None:
             return ()
@@ -116,11 +117,13 @@ class RunnablePlan(Plan):
         return diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
-        """Explains what a step with other knobs, such as `tensor=8`, would cost, or why
-        no plan can have these knobs.
+        """Explains what other settings of the plan, such as `tensor=8`, would cost.
+
+        If no plan can have these settings, explains why. They are named as the `pins`
+        of `dtft.plan`. Returns text.
 
         Raises:
-            ValueError: no knob is given, or the plan was read from a file.
+            ValueError: no setting is given, or the plan was read from a file.
         """
         return why_not(self._decision("why_not"), **pins)
 
@@ -183,7 +186,8 @@ class RunnablePlan(Plan):
 
         Args:
             mesh: the mesh that `make_mesh` returned.
-            state: arrays or ShapeDtypeStructs; for entry loss the parameters.
+            state: arrays or ShapeDtypeStructs; the parameters if the plan was made by
+                `dtft.plan(loss=...)`.
             batch: arrays or ShapeDtypeStructs.
 
         Raises:
@@ -203,8 +207,9 @@ class RunnablePlan(Plan):
         another way.
 
         Args:
-            params: the planned parameters (entry step: the planned state), with NNX
-                variables (`nnx.state(model)`) or Linen boxes.
+            params: the planned parameters, with NNX variables (`nnx.state(model)`) or
+                Linen boxes; the planned state if the plan was made by
+                `dtft.plan(step=...)`.
 
         Raises:
             ValueError: no array has logical names, the plan lacks an array with logical
@@ -241,7 +246,7 @@ def plan(
     verify: int = 0,
     **pins: Any,
 ) -> RunnablePlan:
-    """Plans a training step on a cluster: shardings, knobs, step time and memory.
+    """Plans a training step on a cluster: shardings, settings, step time and memory.
 
     Runs nothing and allocates no arrays, except in a trial. There are two entry points.
     `plan(step=, state=, batch=)` plans a whole step, which `.jit(step)` compiles.
@@ -265,25 +270,25 @@ def plan(
             devices as the job, the plan uses every device.
         calibration: result of `dtft calibrate` for the same device type, or the path of
             its file. The measured figures replace the figures of the catalog.
-        what_if: whether the search includes knobs that this entry point or the
-            cluster's platform cannot run.
+        what_if: whether the search includes settings that dtft cannot run for these
+            arguments or on the cluster's platform.
         trial: number of best plans that are run on the devices here; the fastest is
             selected. 0 runs none.
         verify: number of best plans that are compiled, for devices that need not exist;
             the first plan whose compiled memory fits is selected. 0 compiles none.
-        **pins: fixed knobs: sizes of axes (`tensor=8`), `microbatches`, `remat`,
-            `zero`, `offload`, `order` of the axes on the fabric; with `what_if` also
-            `virtual_stages` and `schedule` of a pipeline.
+        **pins: settings that the search must keep: sizes of axes (`tensor=8`),
+            `microbatches`, `remat`, `zero`, `offload`, `order` of the axes on the
+            fabric; with `what_if` also `virtual_stages` and `schedule` of a pipeline.
 
     Returns:
         The best plan.
 
     Raises:
-        ValueError: an argument has a value that is not allowed, the arguments do not
-            belong to one entry point, `trial` and `verify` are both given, the pins
-            cannot be met, the device type is unknown, the calibration is of other
-            devices, or a trial cannot run here. Also if no plan fits; the message gives
-            the missing bytes and the changes that would make a plan fit.
+        ValueError: an argument has a value that is not allowed, the arguments are
+            neither those for a step nor those for a loss, `trial` and `verify` are both
+            given, the pins cannot be met, the device type is unknown, the calibration
+            is of other devices, or a trial cannot run here. Also if no plan fits; the
+            message gives the missing bytes and the changes that would make a plan fit.
     """
     _check_knobs(pins, trial, verify)
     given = {
@@ -360,9 +365,13 @@ def _of_this_job(cluster: Cluster) -> bool:
 
 
 def _workload(given: dict[str, Any]) -> Workload:
-    """Traces the workload of a step from the arguments that are not None.
+    """Checks the arguments of `dtft.plan`, and traces the step for the planner.
 
-    An error raised while tracing gets a note that names the traced call (`_TRACED`).
+    `given` has the arguments that are not None, by name. An error raised while tracing
+    gets a note that names the traced function.
+
+    Raises:
+        ValueError: an argument is not allowed (`entry_of`).
     """
     entry = entry_of(given)
     try:

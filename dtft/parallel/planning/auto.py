@@ -24,8 +24,7 @@ from dtft.planner.workload import Workload, of_loss
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerInputs:
-    """The training step of a config, as arguments of the planner's entry point
-    `loss`."""
+    """The training step of a config, as arguments of `dtft.plan(loss=...)`."""
 
     loss: Callable[[Any, Any], tuple[jax.Array, Any]]
     """`(params, batch) -> (mean loss, (metrics, statistics))`. The operator numbers of
@@ -39,7 +38,7 @@ class PlannerInputs:
 
 
 def asked_of(experiment: Experiment) -> PlannerInputs:
-    """Converts a config to the planner's arguments.
+    """Converts a config to arguments of `dtft.plan(loss=...)`; allocates no arrays.
 
     Raises:
         ValueError: the optimizer communicates between replicas, which no plan

@@ -22,7 +22,7 @@ PLAN_TIMES_FILE = "plan_times.jsonl"
 
 
 def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
-    """Makes a run's entry for the log from its measured step times.
+    """Makes a run's entry for the log of predicted and measured step times.
 
     Returns None if the planner does not know the device type, or if the devices or the
     hosts are not all alike.

@@ -33,7 +33,7 @@ Decide = Callable[[Experiment, Sequence[Any]], Plan]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChoice:
-    """The chosen plan of a run, with the config's request for a plan."""
+    """The plan of a run, with the config's request (`auto`, or a plan file)."""
 
     asked: str
     """The config's `plan`: `auto`, or the path of a plan file."""
@@ -71,7 +71,7 @@ class PlanChoice:
 
     @property
     def words(self) -> str:
-        """A line for the run's banner: mesh, knobs and prediction."""
+        """A line for the run's banner: mesh, settings such as remat, and prediction."""
         plan, knobs = self.plan, self.plan.knobs
         changed = ""
         if self.before:
@@ -127,8 +127,9 @@ def choose(
         items: the items of the checkpoint from which the run continues; empty in a new
             run.
         decide: function that makes the plan for `auto`; by default the planner.
-        formation: a name that no earlier call had while this process was connected to
-            the same coordination service.
+        formation: a name for this call, with which the processes find the broadcast
+            plan; no earlier call had it while this process was connected to the same
+            coordination service.
 
     Raises:
         ConfigError: the plan file cannot be read or holds no plan, or the plan does not
@@ -189,8 +190,8 @@ def used(plan: Plan) -> int:
 def _planned_for(plan: Plan) -> int:
     """Returns the number of devices of the cluster that a plan was made for.
 
-    Returns the number that the plan uses if that is larger, or if `plan.cluster` cannot
-    be parsed.
+    If the plan's mesh has more devices, or `plan.cluster` cannot be parsed, returns the
+    number of the mesh's devices.
     """
     try:
         return max(Cluster.parse(plan.cluster).num_devices, used(plan))
@@ -239,8 +240,11 @@ def _check_batch(plan: Plan, batch: int) -> None:
 
 
 def _words(devices: Sequence[Any]) -> str:
-    """Describes devices by `Pool.fabric_words`; returns "" if the planner does not know
-    the device type, or if the devices or the hosts are not all alike."""
+    """Describes the type, the number and the links of devices, as plans do.
+
+    Returns "" if the planner does not know the device type, or if the devices or the
+    hosts are not all alike.
+    """
     try:
         return Cluster.from_devices(devices).uniform.fabric_words
     except ValueError:
@@ -250,8 +254,9 @@ def _words(devices: Sequence[Any]) -> str:
 def with_replicas(plan: Plan, num_devices: int) -> Plan:
     """Returns the plan with the number of replicas that uses `num_devices` devices.
 
-    A changed plan has neither `axes` nor `predicted_for`, because both are for the old
-    number of devices.
+    A changed plan has neither `axes` (where the mesh axes lie in the cluster) nor
+    `predicted_for` (the devices of its prediction), because both are for the old number
+    of devices.
 
     Raises:
         ConfigError: no number of replicas fits the number of devices, or the plan's
@@ -294,9 +299,13 @@ def read(path: str) -> Plan:
 
 
 def _of_file(experiment: Experiment, devices: Sequence[Any]) -> Plan:
-    """Reads the plan file of a config.
+    """Reads the plan from the file that a config names.
 
-    Clears `predicted_for` if the plan was made for another model, optimizer or batch.
+    If the plan was made for another model, optimizer or batch, its prediction does not
+    hold, so `predicted_for` is cleared.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no plan.
     """
     # Imported late, for the reason given in `_automatic`.
     from dtft.parallel.planning.auto import is_of

@@ -31,16 +31,18 @@ _BOTH = "Allowed: step=, state=, batch=; or loss=, optimizer=, params=, batch=."
 
 
 def entry_of(given: Mapping[str, Any]) -> str:
-    """Returns the entry point of the arguments, after a check of each argument.
+    """Returns "step" or "loss", whichever the arguments of `dtft.plan` are for.
+
+    Checks each argument.
 
     Args:
         given: the arguments that are not None, by name.
 
     Raises:
-        ValueError: the names are not the arguments of one entry point, a step or loss
-            cannot be called, the optimizer is no optax transformation, a tree has no
-            leaves or a leaf that is no array, a parameter has no gradient, or an array
-            of the batch has no rows.
+        ValueError: the names are neither `step`, `state`, `batch` nor `loss`,
+            `optimizer`, `params`, `batch`; a step or loss cannot be called, the
+            optimizer is no optax transformation, a tree has no leaves or a leaf that is
+            no array, a parameter has no gradient, or an array of the batch has no rows.
     """
     for entry, names in ENTRIES.items():
         if given.keys() == set(names):
@@ -53,9 +55,10 @@ def entry_of(given: Mapping[str, Any]) -> str:
 
 
 def _lacks(given: Mapping[str, Any]) -> str:
-    """Returns text on missing and unexpected arguments.
+    """Returns text for an error: which arguments are missing or must be left out.
 
-    Returns "" if `step` and `loss` are both given, or neither of them is.
+    `given` has the arguments of `dtft.plan` that are not None. Returns "" if `step` and
+    `loss` are both given, or neither of them is.
     """
     meant = [names for entry, names in ENTRIES.items() if entry in given]
     if len(meant) != 1:
@@ -84,7 +87,8 @@ def check_function(name: str, value: Any) -> None:
     """Checks that a step or loss can be called.
 
     Raises:
-        ValueError: the value cannot be called; the message has `name`.
+        ValueError: the value cannot be called; the message has `name`, the name of the
+            argument (`step` or `loss`).
     """
     if not callable(value):
         first = "params" if name == "loss" else "state"
@@ -110,6 +114,8 @@ def check_optimizer(value: Any) -> None:
 def check_plan(value: Any, name: str = "plan") -> None:
     """Checks that a value is a Plan, not the text or path of a plan.
 
+    `name` is the name of the argument, for the error message.
+
     Raises:
         ValueError: the value is no Plan; the message says how to read a plan.
     """
@@ -122,6 +128,8 @@ def check_plan(value: Any, name: str = "plan") -> None:
 
 def check_arrays(name: str, value: Any) -> None:
     """Checks that a tree has leaves, all of which are arrays, numbers or shapes.
+
+    `name` is the name of the argument, for the error message.
 
     Raises:
         ValueError: the tree has no leaves, or a leaf of another type; the message names
@@ -331,8 +339,8 @@ def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
 
     Args:
         params: a tree with NNX variables (`nnx.state(model)`) or Linen boxes.
-        planned: the plan's paths. If the plan was made for the tree without boxes, the
-            plan's paths lack the last part `value` of a box's path.
+        planned: the paths of the plan's arrays. If the plan was made for the tree
+            without boxes, these paths lack the last part `value` of a box's path.
 
     Raises:
         ValueError: no array has names.
@@ -351,8 +359,11 @@ def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
 
 
 def _in_place(box: Any) -> Any:
-    """Replaces the array in a box by the array's `_Named`; None for a leaf without
-    names."""
+    """Replaces the array in a box (Flax's wrapper with logical names) by its names.
+
+    The names are a `_Named`, which keeps the array's path. Returns None for a leaf
+    without logical names.
+    """
     if not _has_names(box):
         return None
     named = _Named(names=tuple(_names(box)))

@@ -22,7 +22,9 @@ from dtft.planner.types import Spec
 
 
 def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """Makes the plan's mesh; axes of `AXES` that the plan lacks get size 1.
+    """Makes the plan's mesh.
+
+    Axes that a config's mesh has and the plan lacks get size 1.
 
     Args:
         plan: the plan of the `PlanChoice` that `choose` returned.
@@ -36,7 +38,9 @@ def planned_mesh(plan: Plan, devices: Sequence[Any]) -> Mesh:
 
 
 def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainStep:
-    """Builds the train step of an experiment with the shardings and knobs of a plan.
+    """Builds the train step of an experiment by a plan.
+
+    The plan's shardings and settings (microbatches, remat, ZeRO level, offload) apply.
 
     Args:
         experiment: the config; model, optimizer and seed are used.
@@ -82,9 +86,10 @@ def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainS
 
 
 def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
-    """Makes a function that computes the `Means` of a batch.
+    """Makes a function that computes the gradients and metrics of a batch.
 
-    The function applies the shardings and knobs of the update's plan.
+    They are means over the batch, and so are the new running statistics (`Means`). The
+    function applies the shardings and settings of the update's plan.
     """
 
     def loss(

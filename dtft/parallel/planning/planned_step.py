@@ -44,7 +44,10 @@ from dtft.planner.types import Spec
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """Computes and applies gradients with the shardings and knobs of one plan."""
+    """Computes and applies gradients as one plan says.
+
+    The plan has the shardings, and settings such as microbatches and ZeRO level.
+    """
 
     plan: Plan
     mesh: Mesh
@@ -64,7 +67,7 @@ class Update:
         """Makes the update of a plan for parameters and their optimizer state.
 
         Args:
-            plan: the plan whose knobs and specs are applied.
+            plan: the plan whose shardings and settings are applied.
             mesh: the plan's mesh over the devices.
             params: arrays or ShapeDtypeStructs.
             opt_state: the optimizer's state for `params`, arrays or ShapeDtypeStructs.
@@ -156,7 +159,7 @@ class Update:
         return from_paths(opt_state, {**leaves, **moved})
 
     def gathered(self, params: Any) -> Any:
-        """Gathers parameters over `fsdp`.
+        """Gathers parameters over `fsdp`, without a rule for gradients.
 
         For programs that are not differentiated, such as evaluation.
         """
@@ -180,8 +183,12 @@ class Update:
         return prepared
 
     def _changed(self, program: ClosedJaxpr, paths: list[str]) -> ClosedJaxpr:
-        """Adds sharding constraints, ZeRO level 3 gathers and remat blocks to a loss's
-        program."""
+        """Adds sharding constraints, ZeRO level 3 gathers and remat blocks to a loss.
+
+        Args:
+            program: the traced loss, whose first arguments are the parameters.
+            paths: the path of each parameter, in order.
+        """
         plan = self.plan
         program = insert(program, plan.constraints, self.mesh)
         policy, last, joined = POLICIES.get(plan.knobs.remat), False, None
@@ -242,10 +249,12 @@ def update_specs(
 
 
 def _places(node: Any, names: Any) -> list[tuple[str, str]] | None:
-    """Pairs each path below a node of the optimizer state with a parameter's path.
+    """Pairs the paths of a subtree of the optimizer state with parameters' paths.
 
-    Returns None if the node does not have the structure of the parameters. Leaves or
-    subtrees that `optax.masked` left out do not count as a difference.
+    `node` is the subtree, with a path at each leaf; `names` is the tree of parameters,
+    with a path at each leaf. Returns None if the subtree does not have the structure of
+    the parameters. Leaves or subtrees that `optax.masked` left out do not count as a
+    difference.
     """
     moments, structure = jax.tree.flatten(node, is_leaf=_is_masked)
     try:
@@ -294,7 +303,8 @@ class PlannedStep:
     """The step of a plan, compiled once for each structure, shape and dtype of inputs.
 
     Call `state = step.init(start)` first, then `state, result = step(state, batch)`.
-    For entry loss `start` is the parameters, for entry step the whole state.
+    `start` is the parameters for a plan of `dtft.plan(loss=...)`, and the whole state
+    for a plan of `dtft.plan(step=...)`.
     """
 
     plan: Plan
@@ -316,8 +326,9 @@ class PlannedStep:
         """Runs one step. `state` is donated, so it cannot be used afterwards.
 
         Returns:
-            The new state, and the second result of the user's step. For entry loss the
-            second result is what the loss returned, as a mean over the whole batch.
+            The new state, and the second result of the user's step. With a plan of
+            `dtft.plan(loss=...)` the second result is what the loss returned, as a mean
+            over the whole batch.
 
         Raises:
             ValueError: state or batch does not fit the plan, or the user's step would
@@ -335,9 +346,10 @@ class PlannedStep:
     def init(self, start: Any) -> State:
         """Makes the state at step 0, sharded over the devices.
 
-        Parameters in `start` stay usable. If `start` is a whole state, its leaves that
-        already have the plan's sharding are shared with the result, so the first step
-        donates these leaves.
+        `start` is the parameters, or the whole state if the plan was made by
+        `dtft.plan(step=...)`. Parameters in `start` stay usable. If `start` is a whole
+        state, its leaves that already have the plan's sharding are shared with the
+        result, so the first step donates these leaves.
 
         Raises:
             ValueError: a leaf does not fit the plan; the message names its path.
@@ -375,7 +387,7 @@ class PlannedStep:
         return self._jitted(state, batch).trace(state, batch)
 
     def state_shardings(self, start: Any) -> Any:
-        """Returns a NamedSharding for every leaf of the state that `init` makes.
+        """Returns a NamedSharding for every leaf of the state that `init(start)` makes.
 
         Raises:
             ValueError: a leaf does not fit the plan; the message names its path.
@@ -446,8 +458,8 @@ def make_step(
 
     Raises:
         ValueError: the loss cannot be called, the optimizer is no optax transformation,
-            or the plan is no Plan; or the plan is of another entry point, has a knob
-            that cannot be run here, or needs another number of devices.
+            or the plan is no Plan; or the plan was not made by `dtft.plan(loss=...)`,
+            has a setting that cannot be run here, or needs another number of devices.
     """
     check_function("loss", loss)
     check_optimizer(optimizer)
@@ -472,9 +484,9 @@ def jit_plan(
             the first ones that the plan uses, in several processes all.
 
     Raises:
-        ValueError: the plan is no Plan, the step cannot be called, or the plan is of
-            another entry point, has a knob that cannot be run here, or needs another
-            number of devices.
+        ValueError: the plan is no Plan, the step cannot be called, or the plan was not
+            made by `dtft.plan(step=...)`, has a setting that cannot be run here, or
+            needs another number of devices.
     """
     check_plan(plan)
     check_function("step", step)
@@ -499,8 +511,8 @@ def step_of(
         The step, and the argument of its `init`: the state or the parameters.
 
     Raises:
-        ValueError: the plan is of another entry point, or cannot be run on the
-            platform.
+        ValueError: the plan was made for a loss and `given` has a step, or the reverse;
+            or the plan cannot be run on the platform.
     """
     if "step" in given:
         check_runnable(plan, "step", platform)

@@ -83,11 +83,10 @@ class Runner:
         self._state = None
 
     def step_s(self, num: int) -> float:
-        """Runs `num` steps, waits for the results of each, returns the mean seconds of
-        a step.
+        """Runs `num` steps and returns the mean seconds of a step.
 
-        `start` must be called before. Every process returns the seconds that process 0
-        measured.
+        Waits for the results of each step before the next. `start` must be called
+        before. Every process returns the seconds that process 0 measured.
         """
         begin = time.perf_counter()
         for _ in range(num):
@@ -136,13 +135,13 @@ def in_turns(
 def try_plans(
     decision: Decision, given: Mapping[str, Any], num: int
 ) -> tuple[TriedPlan, ...]:
-    """Runs the best few plans of a decision; returns the fastest measured plan first.
+    """Runs the planner's best few plans; returns the fastest measured plan first.
 
     Args:
-        decision: the decision with all candidates.
+        decision: the planner's selection, with all candidates.
         given: the arguments of `dtft.plan`, as for `Runner`.
-        num: the number of plans to run, the best plans that fit. Fewer are run if
-            dtft cannot run some of these plans.
+        num: how many of the best plans that fit are run. Fewer are run if dtft cannot
+            run some of them.
 
     Raises:
         ValueError: `num` is below 1, dtft can run none of these plans, the decision's

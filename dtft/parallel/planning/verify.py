@@ -51,7 +51,7 @@ class Verified:
     """A plan with the result of its compilation."""
 
     decision: Decision
-    """The decision for this plan."""
+    """The plan as the planner selected it, with all candidates."""
     compiled: Compiled | CompileFailure
     verdict: Verdict
     held_back: float = 0.0
@@ -95,7 +95,8 @@ def verified(
     outputs is known.
 
     Args:
-        decision: the decision whose best plans are verified.
+        decision: the planner's selection, with all candidates; its best plans are
+            compiled.
         asked: the arguments of `dtft.plan`: `step`, `state` and `batch`, or `loss`,
             `optimizer`, `params` and `batch`.
         num: the largest number of plans in the first round of compilations and in each
@@ -176,7 +177,7 @@ def candidate_of(
         given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
             `optimizer`, `params`, `batch`. Arrays may be ShapeDtypeStructs.
         target: `cpu`, or the GPU to compile for.
-        name: name of the candidate in results.
+        name: name of the plan in the results of compilation.
 
     Raises:
         ValueError: the plan does not fit the arguments, or cannot be run on the
@@ -193,7 +194,7 @@ def candidate_of(
 
 
 def _excess(found: Sequence[Verified]) -> float:
-    """Returns the largest ratio of compiled to predicted bytes.
+    """Returns the largest ratio of compiled to predicted bytes of a plan's memory.
 
     Plans that failed to compile are left out; without other plans the result is 0.0.
     """
@@ -208,20 +209,22 @@ def leaner(
 ) -> tuple[Decision, ...]:
     """Searches plans that need less memory, after compiled plans did not fit.
 
-    The search assumes smaller devices: their memory without `RESERVE`, divided by the
-    largest ratio of compiled to predicted bytes. So the new plans fit even if every
-    program exceeds its prediction by this ratio. The difference to the real memory is
-    added to the reserve of the plans.
+    The search assumes smaller devices: their memory without the part for allocator and
+    libraries (`RESERVE`), divided by the largest ratio of compiled to predicted bytes.
+    So the new plans fit even if every program exceeds its prediction by this ratio. The
+    difference to the real memory is added to the reserve of the plans, the bytes that
+    must stay free.
 
     Args:
-        decision: the decision that was verified first.
+        decision: the planner's selection, with all candidates, whose best plans were
+            compiled first.
         found: compiled plans, none of which fits.
-        num: the largest number of plans.
+        num: the largest number of plans to return.
 
     Returns:
-        Decisions for plans that were not compiled yet, best first. Empty if no
-        compiled program exceeded its prediction, if no plan fits the reduced memory, or
-        if all plans found were compiled already.
+        Plans (as decisions of the planner) that were not compiled yet, best first.
+        Empty if no compiled program exceeded its prediction, if no plan fits the
+        reduced memory, or if all plans found were compiled already.
     """
     pool, excess = decision.cluster.uniform, _excess(found)
     if excess <= 1:  # the plans do not fit for another reason
@@ -248,7 +251,13 @@ def _identity(plan: Plan) -> Any:
 def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision:
     """Converts a decision, made for devices with less memory, to the real devices.
 
-    The difference of the memories is added to the plan's reserve.
+    The difference of the memories is added to the plan's reserve, the bytes that must
+    stay free.
+
+    Args:
+        one: the decision (a plan with the candidates) for devices with less memory.
+        original: the decision for the real devices.
+        capacity: bytes of memory of a real device.
     """
     plan, held = one.plan, capacity - one.plan.capacity_bytes
     memory = {**plan.memory, "reserve": plan.memory.get("reserve", 0) + held}
@@ -340,8 +349,9 @@ def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
     """Yields notes for the table of memory.
 
     If all plans were compiled for CPU, a note says which bytes are compiled and which
-    predicted. If a better plan did not fit, the notes give the selected plan, its
-    additional seconds per step, and its `held_back`.
+    predicted. If a better plan than `chosen` did not fit, the notes give the chosen
+    plan, its additional seconds per step, and the share of memory that was kept free
+    for it. `chosen` is None if no plan fits.
     """
     compiled = [one for one in found if one.needed_bytes is not None]
     if compiled and not any(
