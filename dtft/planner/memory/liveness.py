@@ -335,7 +335,7 @@ ROW = 16384
 In compiled steps, rows of 16384 had one kernel; rows of 32768 had several.
 """
 _Going = dict[int, list[int]]
-"""Number of an operator to the values that are freed after it."""
+"""Map from an operator's index to the values that are freed after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

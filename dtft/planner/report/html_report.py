@@ -199,7 +199,7 @@ def report_html(
             arrays.
         checked: sections after the memory, such as the compiler's check of the plan.
         planned_again: sections at the end, for which the caller planned again: the
-            costs of pins and the lints.
+            costs of pins (settings that the user has fixed) and the lints.
     """
     title = f"Plan for {plan.cluster}"
     parts = [
@@ -318,8 +318,7 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
 
 
 def _arrays(plan: Plan, decision: Decision | None) -> str:
-    """Renders a table of the plan's arrays as HTML, with pictures of how they are
-    divided.
+    """Renders a table of the plan's arrays as HTML, with a picture of each division.
 
     Arrays of several layers share a row if they have equal shapes and specs. Shapes
     come from the decision; without one they are left out.

@@ -96,8 +96,8 @@ def why_not(decision: Decision, **pins: Any) -> str:
 
     Args:
         decision: the decision to compare with.
-        pins: the settings, such as `tensor=8` or `zero=3`; each replaces the value that
-            the decision was made with.
+        pins: the settings, such as `tensor=8` or `zero=3`. They are added to those that
+            were fixed for the decision; one of the same name is replaced.
 
     Raises:
         ValueError: `pins` is empty. An unknown setting raises no error: the text lists

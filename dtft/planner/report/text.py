@@ -225,7 +225,8 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Returns an alternative's name if it is a baseline, such as `fsdp`; else `-`."""
+    """Returns the rule of thumb that an alternative follows, such as `fsdp`; `-` for
+    none."""
     return alternative.name or "-"
 
 

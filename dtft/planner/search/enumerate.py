@@ -291,16 +291,19 @@ def _with_knobs(
 ) -> _Columns:
     """Combines meshes, each with its ZeRO level, with microbatches and remat policies.
 
-    Offload, virtual stages and schedule have one value each: the pin, or the default.
+    Offload, virtual stages and schedule have one value each: the one that the user has
+    fixed, or the default.
 
     Args:
         meshes: the meshes.
         zero: the ZeRO level of each mesh; int [meshes].
         choices: the values that may be combined.
-        pins: pinned values; other values of these knobs are left out.
+        pins: values that the user has fixed; other values of these settings are left
+            out.
 
     Returns:
-        The candidates as columns: name to an array with one entry per candidate.
+        The candidates as columns: map from a name to an array with one entry per
+        candidate.
     """
     samples = meshes.batch // _rules(choices, pins).slots(meshes.sizes)
     parts = {part for each in np.unique(samples) for part in divisors(int(each))}

@@ -1,7 +1,7 @@
 """Enumerates sizes of mesh axes, and the meshes of common rules of thumb.
 
 Data parallelism, FSDP and the Megatron rule (`baselines`) are candidates unless a pin
-rules them out.
+(a size that the user has fixed) rules them out.
 """
 
 import functools

@@ -14,10 +14,10 @@ from dtft.planner.search.space import REMATS, Choices
 from dtft.planner.types import AXES
 
 COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
-"""Knobs whose pins are whole numbers."""
+"""Settings that take whole numbers."""
 
 PINS = (*COUNTS, "remat", "offload", "schedule", "order")
-"""All knobs that can be pinned."""
+"""All settings that the user can fix."""
 
 _MOST = 2**31
 """Numeric pins must be below this number."""
@@ -63,10 +63,10 @@ def check_pins(pins: Mapping[str, Any]) -> None:
 
 
 def did_you_mean(name: str) -> str:
-    """Returns a hint such as " Did you mean 'tensor'?" for the name of an unknown knob.
+    """Returns a hint such as " Did you mean 'tensor'?" for an unknown setting's name.
 
-    The suggested knob is the one of this name in another framework (`tp`), or else the
-    one with the most similar spelling. Returns '' if there is no such knob.
+    The suggested setting is the one of this name in another framework (`tp`), or else
+    the one with the most similar spelling. Returns '' if there is no such setting.
 
     >>> did_you_mean("tp"), did_you_mean("tesnor"), did_you_mean("colour")
     (" Did you mean 'tensor'?", " Did you mean 'tensor'?", '')

@@ -555,7 +555,7 @@ def repeats_of(done: OperatorWork) -> Repeats:
 
 
 GroupKey = tuple[int, PatternKey]
-"""Number of a group of operators, and its `PatternKey` under a division."""
+"""Index of a group in `Workload.groups`, and its `PatternKey` under a division."""
 
 _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 

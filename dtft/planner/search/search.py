@@ -206,15 +206,15 @@ class PlanSearch:
           that fits is never the best.)
         * It fits without its optimizer state.
         * Its step takes less than `best_s` before offload.
-        * It is not idle (`Priced.idle`).
+        * None of its devices repeats the work of others (`Priced.idle`).
 
         Returns `priced` itself if no candidate is copied, or if the pool has no link to
         the host.
 
         Args:
             priced: candidates priced by this search.
-            best_s: `Priced.worth_s` of the best candidate that fits; infinity if no
-                candidate fits.
+            best_s: seconds by which the best candidate that fits is ranked
+                (`Priced.worth_s`); infinity if none fits.
         """
         lean = priced.memory_bytes - priced.memory["optimizer"] <= priced.capacity
         worth = lean & ~priced.fits & ~priced.idle & (priced.step_s < best_s)
@@ -308,7 +308,7 @@ class PlanSearch:
     def _layouts(
         self, prices: Prices, space: Space
     ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-        """Selects for each candidate the dims that `tensor` divides at least cost.
+        """Selects for each candidate the dims that `tensor` divides, by least seconds.
 
         Returns each distinct division (which axes divide which dims) with the indices
         of its candidates.

@@ -67,10 +67,11 @@ CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
     ("loss", "gpu"): _LOSS,
     ("loss", "tpu"): _LOSS,
 }
-"""The knobs that each entry point runs on each backend.
+"""The knobs (settings of a plan) that can be run with each entry on each backend.
 
-No backend runs the axis `stage`: entry points accept any step or loss, whose layers are
-not declared. The mesh of a training config can have the axis (`parallel/pipeline.py`).
+The entries are `dtft.plan` with `step=` and with `loss=`. The axis `stage` can be run
+with none: they accept any step or loss, whose layers are not declared. The mesh of a
+training config can have the axis (`parallel/pipeline.py`).
 """
 
 PLATFORMS: Mapping[str, Backend] = {

@@ -68,9 +68,9 @@ STEP_TERMS = (
     "matmul", "elementwise", "launch", "tensor", "pipeline", "data", "optimizer",
     "bubble",
 )  # fmt: skip
-"""Terms of a step: products, bytes through memory, kernel launches, collectives of
-activations, sends to the next stage and back, collectives of gradients and parameters,
-the optimizer update, and waiting for other stages."""
+"""Terms of a step: matmuls, convolutions and kernels; bytes through memory; kernel
+launches; collectives of activations; sends to the next stage and back; collectives of
+gradients and parameters; the optimizer update; and waiting for other stages."""
 COLLECTIVE_TERMS = ("tensor", "pipeline", "data")
 """The terms of `STEP_TERMS` that `Accuracy.errors` has as `collectives`."""
 
