@@ -74,6 +74,9 @@ class InMemory:
 
         This is the value itself if it has a buffer. A value without a buffer is an
         alias of another value, or is fused: its readers compute it from other values.
+
+        Args:
+            value: the index of the value in `Graph.values`.
         """
         return self.roots.get(value, frozenset((value,)))
 
@@ -270,7 +273,8 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
     * The loop only transposes the slice.
     * A transpose lies between the array and the matmul that computes the array.
 
-    The arrays are transposed one after another; each has two buffers during this.
+    The arrays are transposed one after another; each has two buffers during this. They
+    are given by their index in `Graph.values`.
     """
     read = {
         index
@@ -295,7 +299,8 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
 def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
     """Yields the operands of a matmul that do not begin with the matmul's batch dims.
 
-    Also yields operands that begin with them in another order than the result.
+    Also yields operands that begin with them in another order than the result. Operands
+    are given by their index in `Graph.values`.
     """
     made = graph.values[product.outputs[0]]
     rank = sum(len(graph.values[index].shape) for index in product.inputs[:2])
@@ -314,7 +319,12 @@ def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
 def _is_transposed(memory: InMemory, index: int) -> bool:
     """Returns whether a value is computed from a matmul's result by a transpose.
 
-    Other cheap operators (`CHEAP`) may lie between the matmul and the value, too.
+    Other cheap operators (`CHEAP`, such as elementwise ones) may lie between the matmul
+    and the value, too.
+
+    Args:
+        memory: the values of the program that have buffers.
+        index: the index of the value in `Graph.values`.
     """
     seen = False
     while (maker := memory.makers.get(index)) and maker.kind in CHEAP:

@@ -325,7 +325,7 @@ class Rates:
         """Starts with an empty cache.
 
         Args:
-            columns: the points to price at.
+            columns: the points (meshes with a number of microbatches) to price at.
         """
         self.columns = columns
         self._computing: dict[Hashable, Table] = {}
@@ -561,8 +561,10 @@ _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
 
 def works_of(question: Workload) -> "Works":
-    """Returns the `Works` (work of each operator) of a workload; the same on every
-    call."""
+    """Returns the object that computes the work of a workload's operators.
+
+    It is the same object on every call, so that its cache is shared.
+    """
     if question not in _KNOWN:
         _KNOWN[question] = Works(question)
     return _KNOWN[question]

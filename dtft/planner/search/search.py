@@ -382,7 +382,8 @@ class PlanSearch:
     ) -> dict[str, np.ndarray]:
         """Computes the bytes on a device of every candidate, by term.
 
-        The terms are those of `ranking.MEMORY`, without the reserve.
+        The terms are those of `ranking.MEMORY`, without `reserve`, the share of a
+        device's memory that plans leave free.
 
         Args:
             space: the candidates.
