@@ -553,11 +553,10 @@ class PeakModel:
                 yield self._total(("plain", sent.amount.axes, -1)), sent.amount.total
 
     def _moments(self, columns: Sequence[int], beside: Sequence[_Beside]) -> np.ndarray:
-        """Computes `matrix`: the bytes of each total at each moment; float [moments,
-        totals].
+        """Computes `matrix`, the bytes of each total at each moment.
 
-        A total is a sum of bytes that the same mesh axes divide. The bytes are those
-        before the division.
+        The result is float [moments, totals]. A total is a sum of bytes that the same
+        mesh axes divide; the bytes are those before the division.
 
         Args:
             columns: the total (column of `matrix`) of each kind of array; -1 for kinds
