@@ -40,11 +40,11 @@ _READS_FUSED = (*CHEAP, "reduction")
 
 
 class InMemory:
-    """Finds the values of a program that have a buffer in memory.
+    """Finds the values (arrays of a program) that have a buffer in memory.
 
     A value without a buffer is fused or is an alias. Operators that read it read the
     buffers of other values instead; these values are called its roots. A value with a
-    buffer is its own root.
+    buffer is its own root. Values are given by their index in `Graph.values`.
     """
 
     def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
@@ -74,21 +74,27 @@ class InMemory:
 
         This is the value itself if it has a buffer. A value without a buffer is an
         alias of another value, or is fused: its readers compute it from other values.
+
+        Args:
+            value: the index of the value in `Graph.values`.
         """
         return self.roots.get(value, frozenset((value,)))
 
     def all_roots(self, operator: Operator) -> frozenset[int]:
-        """Finds the roots of an operator: the values whose buffers it reads."""
+        """Finds the roots of an operator: the values whose buffers it reads.
+
+        A value is an array of the program, given by its index in `Graph.values`.
+        """
         return frozenset(r for index in operator.inputs for r in self.root(index))
 
     def operands_like(self, index: int) -> list[int]:
-        """Lists the operands of equal size from which a value is computed.
+        """Lists the equally large operands of the operator that computes a value.
 
-        Bool arrays (masks) and results of broadcasts are left out. Returns [] for an
-        argument of the program.
+        These have as many elements as the value. Bool arrays (masks) and results of
+        broadcasts are left out. Returns [] for an argument of the program.
 
         Args:
-            index: the value.
+            index: the index of the value in `Graph.values`.
         """
         maker, values = self.makers.get(index), self.graph.values
         return [
@@ -182,8 +188,9 @@ class InMemory:
     def _saved(self) -> set[int]:
         """Finds the values of the forward pass that are saved for the backward pass.
 
-        These are the values that the backward pass reads, outside of loops. The result
-        of an operator in `_NEVER_SAVED` is replaced by the operator's operand.
+        These are the values that the backward pass reads, outside of loops. Instead of
+        a cast, a broadcast or a relabeling such as a reshape (`_NEVER_SAVED`), its
+        operand is saved.
         """
         found: set[int] = set()
         for operator in self.graph.operators:
@@ -241,9 +248,9 @@ class InMemory:
         return self.all_roots(operator)
 
     def _through(self, value: int, roots: Iterable[int]) -> Iterator[int]:
-        """Yields the roots of each of the given roots of a value.
+        """Yields `roots` with each root other than `value` replaced by its own roots.
 
-        A root may have other roots itself: the input of a loop may be an alias.
+        A root may have other roots: the array that a loop slices may be an alias.
         """
         for root in roots:
             yield from (root,) if root == value else self.root(root)
@@ -266,7 +273,8 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
     * The loop only transposes the slice.
     * A transpose lies between the array and the matmul that computes the array.
 
-    The arrays are transposed one after another; each has two buffers during this.
+    The arrays are transposed one after another; each has two buffers during this. They
+    are given by their index in `Graph.values`.
     """
     read = {
         index
@@ -291,7 +299,8 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
 def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
     """Yields the operands of a matmul that do not begin with the matmul's batch dims.
 
-    Also yields operands that begin with them in another order than the result.
+    Also yields operands that begin with them in another order than the result. Operands
+    are given by their index in `Graph.values`.
     """
     made = graph.values[product.outputs[0]]
     rank = sum(len(graph.values[index].shape) for index in product.inputs[:2])
@@ -310,7 +319,12 @@ def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
 def _is_transposed(memory: InMemory, index: int) -> bool:
     """Returns whether a value is computed from a matmul's result by a transpose.
 
-    Other cheap operators (`CHEAP`) may lie between the matmul and the value, too.
+    Other cheap operators (`CHEAP`, such as elementwise ones) may lie between the matmul
+    and the value, too.
+
+    Args:
+        memory: the values of the program that have buffers.
+        index: the index of the value in `Graph.values`.
     """
     seen = False
     while (maker := memory.makers.get(index)) and maker.kind in CHEAP:
@@ -331,12 +345,12 @@ ROW = 16384
 In compiled steps, rows of 16384 had one kernel; rows of 32768 had several.
 """
 _Going = dict[int, list[int]]
-"""Number of an operator to the values that are freed after it."""
+"""Map from an operator's index to the values that are freed after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """A memory event of a value, or the run of an operator."""
+    """An event in a program's memory, such as the allocation of an array's buffer."""
 
     value: int
     kind: Literal["alloc", "complete", "free", "reuse", "copied", "runs"]
@@ -346,15 +360,15 @@ class Event:
     * `complete`: the value is complete. A value that a loop stacks or carries is
       complete after the loop.
     * `free`: the buffer of the value is freed.
-    * `reuse`: the value allocated next takes the buffer of this value if an axis
+    * `reuse`: the value allocated next takes the buffer of this value if a mesh axis
       divides a dim in `rows`.
     * `copied`: a temporary copy of the value exists.
-    * `runs`: an operator runs that may need its operands gathered. `value` is the
-      operator's number.
+    * `runs`: an operator runs whose operands may have to be gathered. `value` is then
+      the operator's index in `Graph.operators`.
     """
     rows: tuple[int, ...] = ()
-    """For `reuse`: dims of the rows that a single kernel processes if no axis divides
-    them; the kernel's result then has a new buffer."""
+    """For `reuse`: dims of rows that are summed, as in a softmax. If no mesh axis
+    divides them, one kernel processes whole rows, and its result has a new buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,12 +424,12 @@ class _Walk:
         yield from self._scope((), 0, len(self.graph.operators))
 
     def _find_last(self) -> dict[int, int]:
-        """Maps each value to the number of the last operator that needs its buffer.
+        """Maps each value to the last operator that needs its buffer.
 
-        A value from outside of a loop that the loop reads lives until the loop ends.
-        Operands of a backward matmul live until the next backward matmul
-        (`_next_products`), unless they are recomputed. Results of the program live to
-        its end.
+        Operators are given by their index in the program. A value from outside of a
+        loop that the loop reads lives until the loop ends. Operands of a backward
+        matmul live until the next backward matmul (`_next_products`), unless they are
+        recomputed. Results of the program live to its end.
         """
         last: dict[int, int] = defaultdict(int)
         made: dict[int, tuple[int, ...]] = {}
@@ -451,8 +465,9 @@ class _Walk:
     def _next_products(self) -> dict[int, int]:
         """Maps each backward matmul to the next backward matmul of the same loop body.
 
-        XLA may swap the two matmuls that read one cotangent. So the operands of the
-        first matmul stay alive until the second.
+        Matmuls are given by their index in the program. XLA may swap the two matmuls
+        that read one cotangent. So the operands of the first matmul stay alive until
+        the second.
         """
         found: dict[int, int] = {}
         waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
@@ -476,10 +491,10 @@ class _Walk:
         A loop's body first allocates its slices of the arrays that the loop scans.
 
         Args:
-            within: numbers of the enclosing loops, outermost first; () for the whole
-                program.
-            start: number of the first operator.
-            stop: number after the last operator.
+            within: indices (in `Graph.loops`) of the loop and those around it,
+                outermost first; () for the whole program.
+            start: index of the first operator in the program.
+            stop: index after the last operator.
         """
         going: dict[int, list[int]] = defaultdict(list)
         number = start
@@ -542,15 +557,14 @@ class _Walk:
             yield Event(value=value, kind="complete")
 
     def _takes_place(self, before: int, first: int) -> bool:
-        """Returns whether a carried value of a loop reuses its initial value's buffer.
+        """Returns whether an array carried by a loop reuses its initial value's buffer.
 
-        It does so on two conditions. The initial value has a buffer of its own, which
-        is not an argument's. And nothing after the loop's first operator reads the
-        initial value.
+        It does if the initial value has a buffer of its own, which is not an
+        argument's, and no operator after the loop's first one reads the initial value.
 
         Args:
-            before: the initial value.
-            first: the number of the loop's first operator.
+            before: the index of the initial value in `Graph.values`.
+            first: the index of the loop's first operator in the program.
         """
         alone = self.memory.root(before) == frozenset((before,))
         return alone and before not in self._outer and self._last[before] <= first
@@ -560,18 +574,24 @@ class _Walk:
     ) -> tuple[int | None, tuple[int, ...]]:
         """Finds the operand whose buffer the result of an operator reuses.
 
-        A scatter reuses the buffer of its first operand. A cheap operator reuses the
-        buffer of a value of equal size that it reads. Both do so only if nothing reads
-        the value later. Other operators reuse no buffer.
+        A scatter reuses the buffer of its first operand. A cheap operator (`CHEAP`,
+        such as an elementwise one) reuses the buffer of a value of equal size that it
+        reads. Both do so only if nothing reads the value later. Other operators reuse
+        no buffer.
 
         A cheap operator that reads a sum over rows, as in a softmax or its gradient, is
         part of a kernel that works row by row, and reuses no buffer. With `keeps_all`,
         the gradient does reuse one. An operator that also reads the result of a scatter
         reuses a buffer if rows exceed `ROW` elements or an axis divides them.
 
+        Args:
+            operator: the operator.
+            value: the index of its result in `Graph.values`.
+            number: the index of the operator in the program.
+
         Returns:
-            The value whose buffer is reused, or None; and dims, one of which an axis
-            must divide for the reuse (() for no condition).
+            The value whose buffer is reused, or None; and dims, one of which a mesh
+            axis must divide for the reuse (() for no condition).
         """
         if operator.kind == "scatter":
             into = operator.inputs[0]
@@ -603,7 +623,7 @@ class _Walk:
 
 
 def _forget(going: _Going, value: int) -> bool:
-    """Removes a value from the pending frees.
+    """Removes a value from `going`, the values to free after each operator.
 
     Returns whether the value was in `going`.
     """

@@ -65,9 +65,10 @@ class Timeline:
     def at_level_3(self) -> "Timeline":
         """The timeline of the same program at ZeRO level 3.
 
-        Returns this object if level 3 does not change which values are kept: without
-        `gathers`, or if parts of the program are rematerialized. Also returns this
-        object if it already is the timeline of level 3.
+        Returns this object if level 3 does not change which values are kept for the
+        backward pass: if `gathers` is false, or parts of the program are
+        rematerialized. Also returns this object if it already is the timeline of level
+        3.
         """
         again = any(operator.again for operator in self.graph.operators)
         if not self.gathers or again or self.below is not None:
@@ -75,7 +76,11 @@ class Timeline:
         return replace(self, below=self)
 
     def root(self, dim: int) -> int:
-        """Returns the dim that represents a dim in equal layers, or the dim itself."""
+        """Returns the dim that represents the given dim in all equal layers (`alias`).
+
+        Returns the given dim itself if no other dim represents it. Dims are given by
+        their index in `Graph.dims`.
+        """
         return self.alias.get(dim, dim)
 
     @cached_property
@@ -130,7 +135,7 @@ class Timeline:
     @cached_property
     def of_gradients(self) -> frozenset[int]:
         """The gradients, and for each gradient that a loop stacks also the value that
-        one iteration computes."""
+        one iteration computes. Given by their index in `Graph.values`."""
         turns = {
             inner
             for loop in self.graph.loops
@@ -148,7 +153,7 @@ class Timeline:
 
     @cached_property
     def loop_dims(self) -> frozenset[int]:
-        """Dims that loops slice."""
+        """Dims along which loops slice or stack arrays; indices into `Graph.dims`."""
         return frozenset(n for n, dim in enumerate(self.graph.dims) if dim.loop)
 
 
@@ -178,25 +183,25 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A set of arrays: all of one category, and divided alike by every sharding."""
+    """Arrays of one category (`What`) that every sharding divides alike."""
 
     what: What
     value: int
     """The index of one of the arrays."""
     divides: bool
-    """Whether the arrays are divided further from some ZeRO level on."""
+    """Whether ZeRO divides the arrays further, from some level on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRun:
-    """The run of an operator whose operands may have to be gathered."""
+    """The run of an operator whose operands may have to be gathered from devices."""
 
     moment: int
     instance: int
     """The operator's position in `LivenessTrace.instances`."""
     beside: bool
-    """Whether the operator's gathers run concurrently with those of the previous
-    run."""
+    """Whether the gathers of the operator's operands run concurrently with those of the
+    previous run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,27 +209,34 @@ class Reread:
     """Two matmuls that read the same array, and share its gather if both need one."""
 
     instances: tuple[int, int]
-    """Positions of the products in `LivenessTrace.instances`."""
+    """Positions of the two matmuls in `LivenessTrace.instances`."""
     num_bytes: int
     """Bytes of the whole array."""
     moments: range
-    """The moments between the products at which the array stays gathered."""
+    """The moments (rows of `LivenessTrace.alive`) between the matmuls at which the
+    array stays gathered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReusedBuffer:
-    """An array whose buffer another value takes if an axis divides a dim in `rows`."""
+    """An array whose buffer another value takes if a mesh axis divides a dim in `rows`.
+
+    `kind` is the array's position in `LivenessTrace.kinds`.
+    """
 
     moment: int
-    """The moment when the other value is allocated. If that value takes the buffer, the
-    array is not alive at this moment."""
+    """The moment (row of `LivenessTrace.alive`) when the other value is allocated. If
+    that value takes the buffer, the array is not alive at this moment."""
     kind: int
     num_bytes: int
     rows: tuple[int, ...]
 
 
 class LivenessTrace:
-    """Bytes alive by kind of array, at each moment that may be the peak."""
+    """Counts the bytes in memory at each moment of a step that may be the peak.
+
+    The bytes are counted by kind of array (`Kind`), before division by mesh axes.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         """Counts the bytes alive after each event of a program.
@@ -262,10 +274,9 @@ class LivenessTrace:
 
     @cached_property
     def gradients(self) -> tuple[tuple[int, int], ...]:
-        """Representatives of all gradients, each with the number it represents.
+        """Pairs of a gradient's index and the number of gradients that it represents.
 
-        A representative is the index of a gradient. It represents all gradients with
-        equal bytes that every sharding divides alike.
+        Gradients with equal bytes that every sharding divides alike share one pair.
         """
         first: dict[object, int] = {}
         counts: Counter[int] = Counter()
@@ -392,10 +403,13 @@ class LivenessTrace:
         return place
 
     def _array(self, index: int) -> int:
-        """Returns the number of an array's class.
+        """Returns one number for all arrays that every sharding divides alike.
 
-        Arrays of one class have equal shapes and dtypes, and every sharding divides
-        them alike.
+        Such arrays have equal shapes and dtypes. Numbers are given in the order of the
+        calls, from 0.
+
+        Args:
+            index: the index of the array in `Graph.values`.
         """
         if index not in self._arrays:
             value = self._graph.values[index]
@@ -454,14 +468,19 @@ class Peak:
 
 
 class PeakModel:
-    """Bytes at each moment that may be the peak, under one division of dims by axes."""
+    """Sums the bytes in memory at each moment of a step that may be the peak.
+
+    Bytes that the same mesh axes divide have one sum, a total. Holds for one division
+    of dims by axes, on any mesh.
+    """
 
     def __init__(self, trace: LivenessTrace, division: ShardingAssignment) -> None:
         """Sums the trace's bytes by the axes that divide them.
 
         Args:
             trace: the liveness trace of the program.
-            division: which axes divide which dims, including `MICRO`.
+            division: which axes divide which dims. `MICRO`, the split of the batch into
+                microbatches, counts as an axis.
         """
         self.trace, self.division = trace, division
         self._graph = trace.timeline.scheduled
@@ -488,12 +507,13 @@ class PeakModel:
         """Evaluates the bytes on the given meshes.
 
         Args:
-            sizes: axis to size, one entry per mesh.
+            sizes: map from an axis to an array of its size on each mesh; `MICRO` has
+                the numbers of microbatches.
         """
         return PeakEval(self, sizes)
 
     def _columns(self) -> list[int]:
-        """Finds the column of `matrix` that counts the bytes of each kind of array.
+        """Lists for each kind of array the column of `matrix` that counts its bytes.
 
         The column is -1 for parts of arguments that microbatches do not divide.
         """
@@ -514,7 +534,8 @@ class PeakModel:
     def _beside(self) -> Iterator[_Beside]:
         """Yields the bytes of copies and of gathered operands, by moment.
 
-        `LivenessTrace.alive` does not count these bytes.
+        `LivenessTrace.alive` does not count these bytes. Each entry has a moment, and
+        pairs of a column of `matrix` and bytes.
         """
         for moment, index in self.trace.copied:
             value = self._graph.values[index]
@@ -532,7 +553,10 @@ class PeakModel:
                 yield self._total(("plain", sent.amount.axes, -1)), sent.amount.total
 
     def _moments(self, columns: Sequence[int], beside: Sequence[_Beside]) -> np.ndarray:
-        """Computes `matrix`: bytes before division by axes; float [moments, totals].
+        """Computes `matrix`, the bytes of each total at each moment.
+
+        The result is float [moments, totals]. A total is a sum of bytes that the same
+        mesh axes divide; the bytes are those before the division.
 
         Args:
             columns: the total (column of `matrix`) of each kind of array; -1 for kinds
@@ -581,8 +605,9 @@ class PeakEval:
         """Keeps its arguments; peaks are evaluated when they are first needed.
 
         Args:
-            moments: the model of the program, under one division.
-            sizes: axis to size, one entry per mesh.
+            moments: the model of the program, under one division of dims by axes.
+            sizes: map from an axis to an array of its size on each mesh; `MICRO` has
+                the numbers of microbatches.
         """
         self._moments, self._sizes = moments, sizes
         self._trace, self._division = moments.trace, moments.division
@@ -635,7 +660,7 @@ class PeakEval:
         They are divided like their parameters between steps.
 
         Args:
-            kinds: the categories.
+            kinds: the categories (`What`).
         """
         shares, fsdp = self._shares.copy(), np.asarray(self._sizes[ZERO_AXIS])
         for (kind, _, index), row in self._moments.totals.items():
@@ -656,9 +681,9 @@ class PeakEval:
         """The share of each total that one device has; float [totals, meshes].
 
         A total is a sum of bytes that the same axes divide (`PeakModel.totals`). Its
-        share is 1 divided by the sizes of these axes, with exceptions. The shares of
-        `sums` and `part` are 0 on meshes with one microbatch. The share of `waiting` is
-        0 on meshes with several microbatches.
+        share is 1 divided by the sizes of these axes, with exceptions for some
+        categories (`What`). The shares of `sums` and `part` are 0 on meshes with one
+        microbatch. The share of `waiting` is 0 on meshes with several microbatches.
         """
         sizes, totals = self._sizes, self._moments.totals
         number = np.asarray(sizes[MICRO])
@@ -682,7 +707,7 @@ class PeakEval:
         Each device updates one part of every parameter, and then gathers the other
         parts. Old parameters are read until the last part is updated, so gathered new
         parameters have buffers of their own. The part that is being updated has three
-        buffers.
+        buffers. On meshes without `fsdp` the bytes are 0.
         """
         total: Any = 0.0
         largest: Any = 0.0

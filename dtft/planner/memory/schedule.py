@@ -9,15 +9,15 @@ _HEAVY = ("matmul", "convolution", "scatter")
 
 
 def scheduled(graph: Graph) -> Graph:
-    """Moves the operators of parameter gradients to the end of the backward pass.
+    """Moves the operators that compute parameter gradients behind the backward pass.
 
     Returns the reordered program. The moved operators are backward matmuls and
-    convolutions (products) on whose results no other matmul, convolution or scatter
-    depends. In each loop body, and in the program around the loops, they follow the
-    other operators of the backward pass. XLA's scheduler delays these products to run
-    each beside the all-reduce of another one. The operands of the products stay alive
-    until then: in a compiled perceptron, all activations and their cotangents are alive
-    at once.
+    convolutions on whose results no other matmul, convolution or scatter depends. In
+    each loop body, and in the program around the loops, they follow the other operators
+    of the backward pass, and operators that read their results follow with them. XLA's
+    scheduler delays these matmuls and convolutions to run each beside the all-reduce of
+    another one. Their operands stay alive until then: in a compiled perceptron, all
+    activations and their cotangents are alive at once.
     """
     ends = _ends(graph)
     order = list(_ordered(graph, (), 0, len(graph.operators), ends))
@@ -39,7 +39,7 @@ def scheduled(graph: Graph) -> Graph:
 
 
 def _ends(graph: Graph) -> set[int]:
-    """Finds the numbers of the operators that `scheduled` moves.
+    """Finds the indices of the operators that `scheduled` moves.
 
     These are backward matmuls and convolutions on whose results no other matmul,
     convolution or scatter depends.
@@ -74,16 +74,17 @@ def _backward(operator: Operator) -> bool:
 def _ordered(
     graph: Graph, within: tuple[int, ...], start: int, stop: int, ends: set[int]
 ) -> Iterator[int]:
-    """Yields the numbers of the operators of a loop body (or program) in XLA's order.
+    """Yields the operators of a loop body (or program) in XLA's order, by index.
 
     An inner loop is ordered in the same way, and its operators stay together.
 
     Args:
         graph: the program.
-        within: numbers of the enclosing loops, outermost first; () for the program.
-        start: number of the first operator.
-        stop: number after the last operator.
-        ends: operators to move to the end of the backward pass (`_ends`).
+        within: indices of the loop and those around it, outermost first; () for the
+            program.
+        start: index of the first operator.
+        stop: index after the last operator.
+        ends: indices of the operators to move behind the backward pass (`_ends`).
     """
     units = list(_units(graph, within, start, stop))
     backward = [u for u in units if region(graph.operators[u[0]]) == "backward"]
@@ -113,7 +114,7 @@ def _units(
 ) -> Iterator[tuple[int, int]]:
     """Yields each operator and each inner loop of a loop body (or program).
 
-    Each is given by its range of operator numbers, as a pair (start, stop).
+    Each is given by its range of operator indices, as a pair (start, stop).
     """
     number = start
     while number < stop:

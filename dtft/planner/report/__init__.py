@@ -2,7 +2,7 @@
 
 * `text`: `explain`, the plan as text.
 * `compare`: two plans side by side, and the reasons for their difference in time.
-* `replan`: `why_not`, and the cost of each pin.
+* `replan`: `why_not`, and the cost of each pin (a setting that the user has fixed).
 * `lints`: sizes and arrays whose cost a small change saves.
 * `hardware_sensitivity`: the best plans on changed clusters, such as faster links.
 * `logical_axes`: a plan as Flax's logical axis rules.

@@ -1,7 +1,8 @@
-"""Compares two plans: decisions, seconds and bytes, and the terms that differ most.
+"""Compares two plans: mesh and settings, seconds and bytes, the terms that differ most.
 
-Every number is a number of one of the plans, or the difference or ratio of two such
-numbers.
+A term is a part of the seconds of a step (such as compute) or of the bytes on a device
+(such as parameters). Every number is a number of one of the plans, or the difference or
+ratio of two such numbers.
 """
 
 from collections import Counter, defaultdict
@@ -29,7 +30,7 @@ def diff(plan: Plan, other: Plan) -> str:
 
 
 def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
-    """Compares two plans in tables: decisions, shardings, time, memory, collectives."""
+    """Compares two plans in tables: settings, shardings, time, memory, collectives."""
     return (
         decisions(plan, other),
         shardings(plan, other),
@@ -40,7 +41,11 @@ def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
 
 
 def decisions(plan: Plan, other: Plan) -> Section:
-    """Tabulates the mesh, knobs, entry point, cluster and model, where they differ."""
+    """Tabulates what the plans decide differently: mesh and settings such as `zero`.
+
+    Also has the entry (`step=` or `loss=`), the cluster and the model, where they
+    differ.
+    """
     ours, theirs = _decided(plan), _decided(other)
     rows = tuple(
         (name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]
@@ -63,8 +68,10 @@ def _decided(plan: Plan) -> dict[str, str]:
 
 
 def shardings(plan: Plan, other: Plan) -> Section:
-    """Tabulates the arrays with different shardings; arrays of several layers share a
-    row if both plans divide them alike."""
+    """Tabulates the arrays that the plans divide by different mesh axes.
+
+    Arrays of several layers share a row if both plans divide them alike.
+    """
     found: Counter[tuple[str, str, str]] = Counter()
     for tree in _ARRAYS:
         ours, theirs = getattr(plan, tree), getattr(other, tree)
@@ -97,7 +104,10 @@ def _spec(specs: Mapping[str, Spec], path: str) -> str:
 
 
 def terms(plan: Plan, other: Plan) -> Section:
-    """Tabulates both plans' seconds of a step by term and in total, and differences."""
+    """Tabulates the seconds of a step in both plans, and the differences.
+
+    Each term, such as compute, has a row; the last row has the whole step.
+    """
     ours, theirs = (
         {**one.prediction.terms, "step": one.prediction.step_s} for one in (plan, other)
     )
@@ -112,13 +122,16 @@ def terms(plan: Plan, other: Plan) -> Section:
 
 
 def _error(plan: Plan, other: Plan) -> float:
-    """Returns the larger relative error of both plans' seconds."""
+    """Returns the larger relative error of both plans' predicted seconds."""
     return max(one.prediction.relative_error for one in (plan, other))
 
 
 def memory(plan: Plan, other: Plan) -> Section:
-    """Tabulates the bytes of both plans' fullest devices by term and in total, the
-    capacities, and differences."""
+    """Tabulates the bytes on the fullest device in both plans, and the differences.
+
+    Each term, such as parameters, has a row; the last rows have the total and the
+    capacity.
+    """
     ours, theirs = (
         {**one.memory, "needed": one.memory_bytes, "capacity": one.capacity_bytes}
         for one in (plan, other)
@@ -132,11 +145,11 @@ def memory(plan: Plan, other: Plan) -> Section:
 
 
 def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Section:
-    """Tabulates the bytes of a step's collectives in both plans, and the differences in
-    bytes and seconds, for each kind of collective over the same mesh axes.
+    """Tabulates the bytes of a step's collectives in both plans, and the differences.
 
-    Seconds include the parts that overlap with computing. The row with the most added
-    seconds is first.
+    There is a row for each kind of collective over the same mesh axes, with the added
+    bytes and seconds. Seconds include the parts that overlap with computing. The row
+    with the most added seconds is first.
 
     Args:
         plan: this plan.
@@ -172,13 +185,17 @@ def largest_collective(plan: Plan, key: Key) -> Collective | None:
     """Finds the collective with the most bytes in a step, of one kind and mesh axes.
 
     Returns None if the plan has no collective of this kind over these axes.
+
+    Args:
+        plan: the plan.
+        key: the kind of collective, and its mesh axes.
     """
     found = [one for one in plan.collectives if (one.kind, one.axes) == key]
     return max(found, key=lambda one: one.num_bytes * one.trips, default=None)
 
 
 def sent(plan: Plan) -> dict[Key, tuple[int, float]]:
-    """Sums the bytes and seconds of a step's collectives, by kind and axes."""
+    """Sums the bytes and seconds of a step's collectives, by kind and mesh axes."""
     num_bytes: Counter[Key] = Counter()
     took: dict[Key, float] = defaultdict(float)
     for one in plan.collectives:
@@ -204,10 +221,10 @@ exceeds this share of the difference."""
 def slower(plan: Plan, other: Plan) -> str:
     """Describes the terms that make the other plan's step longer or shorter.
 
-    Names the terms with the largest differences until they make up `_MOST` of the
-    added or saved seconds. Also names the term that changes most in the other
-    direction, if its change is large (`_AGAINST`). Returns '' if both steps take the
-    same time.
+    A term is a part of a step's seconds, such as compute. Names the terms with the
+    largest differences until they make up `_MOST` of the added or saved seconds. Also
+    names the term that changes most in the other direction, if its change is large
+    (`_AGAINST`). Returns '' if both steps take the same time.
     """
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:
@@ -226,7 +243,8 @@ def slower(plan: Plan, other: Plan) -> str:
 
 
 def larger(plan: Plan, other: Plan) -> str:
-    """Describes the memory term that grows most in the other plan; '' if none grows."""
+    """Describes the term of memory, such as parameters, that grows most in the other
+    plan; '' if none grows."""
     more = _differences(plan.memory, other.memory)
     name = max(more, key=lambda name: more[name])
     if more[name] <= 0:
@@ -250,10 +268,11 @@ def _term(name: str, more_s: float, plan: Plan, other: Plan) -> str:
 
 
 def _collectives(plan: Plan, other: Plan) -> str:
-    """Describes the kind of collective, with its mesh axes, whose seconds grow most.
+    """Describes why the seconds of collectives differ between two plans.
 
-    If the term `collectives` does not grow, describes the kind and axes whose seconds
-    shrink most. Returns '' if neither plan has collectives.
+    Names the kind of collective, with its mesh axes, whose seconds grow most. If
+    collectives take no longer in the other plan, names the one whose seconds shrink
+    most. Returns '' if neither plan has collectives.
     """
     name = "collectives"
     grows = other.prediction.terms[name] > plan.prediction.terms[name]

@@ -31,8 +31,9 @@ class Effect:
 def effects(decision: Decision) -> tuple[Effect, ...]:
     """Finds the best plan for each changed cluster, with the decision's pins.
 
-    Each change doubles one figure of the cluster, such as the memory of a device; one
-    more change halves the size of the outermost level of the fabric.
+    Pins are settings that the user has fixed. Each change doubles one figure of the
+    cluster, such as the memory of a device; one more change halves the size of the
+    outermost level of the fabric, such as the number of hosts.
     """
     return tuple(
         _effect(decision, change, pool)
@@ -46,7 +47,12 @@ def sensitivity(decision: Decision) -> str:
 
 
 def sensitivity_section(plan: Plan, found: tuple[Effect, ...]) -> Section:
-    """Tabulates the best plan for each changed cluster, compared with this plan."""
+    """Tabulates the best plan for each changed cluster, compared with this plan.
+
+    Args:
+        plan: the plan for the cluster as it is.
+        found: the changes, each with its best plan.
+    """
     columns = ("change", "step", "difference", "", "best plan then")
     error = plan.prediction.relative_error
     now = seconds(plan.prediction.step_s, error)
@@ -102,7 +108,7 @@ def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
 
 
 def _changes(pool: Pool) -> Iterator[tuple[str, Pool]]:
-    """Yields each change of the devices: its text, and the changed pool."""
+    """Yields each change of the cluster: its text, and the changed pool of devices."""
     for kind in dict.fromkeys(level.link.kind for level in pool.levels):
         text, levels = f"{kind}: twice the bandwidth", []
         for level in pool.levels:
@@ -141,8 +147,11 @@ def _double(curve: Curve) -> Curve:
 
 
 def _sizes(pool: Pool) -> Iterator[tuple[str, Pool]]:
-    """Yields pools with twice and half the size of the outermost level, such as the
-    number of hosts. Yields nothing for a single device."""
+    """Yields pools with twice and with half the members of the outermost level.
+
+    The members are, for example, hosts. Yields nothing for a single device, and no half
+    of one member. Each pool comes after a text of the change.
+    """
     if not pool.levels:
         return
     *inner, outer = pool.levels

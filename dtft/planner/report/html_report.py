@@ -199,7 +199,7 @@ def report_html(
             arrays.
         checked: sections after the memory, such as the compiler's check of the plan.
         planned_again: sections at the end, for which the caller planned again: the
-            costs of pins and the lints.
+            costs of pins (settings that the user has fixed) and the lints.
     """
     title = f"Plan for {plan.cluster}"
     parts = [
@@ -223,7 +223,10 @@ def report_html(
 
 
 def report_text(sections: Iterable[Section], console: Console | None = None) -> None:
-    """Prints sections on a terminal; a section without rows is printed as lines."""
+    """Prints sections on a terminal, each as a table with its notes below.
+
+    A section without rows is printed as lines.
+    """
     console = console or Console()
     for section in sections:
         if section.rows:
@@ -240,7 +243,7 @@ def report_text(sections: Iterable[Section], console: Console | None = None) -> 
 
 
 def lint_section(found: Sequence[Lint]) -> Section:
-    """Tabulates lints, one per row."""
+    """Tabulates findings of `find_lints`, one per row."""
     return Section(
         title="What a small change would save",
         columns=("kind", "what"),
@@ -272,10 +275,10 @@ def _label(one: Alternative) -> str:
 
 
 def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
-    """Returns the bytes of an alternative by term, from the decision's search.
+    """Returns the bytes of an alternative plan by term, such as parameters.
 
-    Without a decision, or if its search lacks the alternative, returns only the sum of
-    all terms.
+    They come from the decision's search. Without a decision, or if its search lacks the
+    alternative, returns only the sum of all terms.
     """
     if decision is not None and (known := decision.found.get(one.knobs.remat)):
         space = known.priced.space
@@ -290,7 +293,8 @@ def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, floa
 def _baselines(plan: Plan, decision: Decision | None) -> str:
     """Tabulates how many seconds longer each baseline's step takes than the plan's.
 
-    Returns '' if the plan lists no baseline.
+    A baseline is a mesh of a common rule of thumb, such as data parallelism. Returns
+    the table as HTML, '' if the plan lists no baseline.
     """
     rows = []
     for _, one in text.shown(plan):
@@ -314,9 +318,10 @@ def _baselines(plan: Plan, decision: Decision | None) -> str:
 
 
 def _arrays(plan: Plan, decision: Decision | None) -> str:
-    """Renders a table as HTML, with a picture of how each array is divided.
+    """Renders a table of the plan's arrays as HTML, with a picture of each division.
 
-    Arrays of several layers share a row if they have equal shapes and specs.
+    Arrays of several layers share a row if they have equal shapes and specs. Shapes
+    come from the decision; without one they are left out.
     """
     found: dict[tuple[str, Spec, tuple[int, ...]], int] = defaultdict(int)
     shapes = _shapes(decision)
@@ -339,8 +344,10 @@ def _arrays(plan: Plan, decision: Decision | None) -> str:
 
 
 def _shapes(decision: Decision | None) -> dict[tuple[str, str], tuple[int, ...]]:
-    """Maps the tree and path of each array in the plan to its shape; {} without a
-    decision."""
+    """Maps each array of the plan to its shape; {} without a decision.
+
+    An array is given by its tree (`state`, `optimizer` or `batch`) and its path.
+    """
     if decision is None:
         return {}
     question, found = decision.question, {}

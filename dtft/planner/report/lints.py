@@ -36,7 +36,7 @@ with that of a plan for one device."""
 
 @dataclass(frozen=True, kw_only=True)
 class Nearby:
-    """A batch size, and the best plan with a mesh that divides it."""
+    """A batch size near the workload's, and the best plan whose mesh divides it."""
 
     batch: int
     plan: Plan
@@ -65,9 +65,9 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
 
     The batch sizes are the multiples of the device count next below and next above the
     workload's batch. Compute seconds are scaled with the batch; all other terms stay
-    the same. A batch size for which the pins leave no mesh is left out. Returns () if
-    the batch is a multiple of the device count, or the device count is a multiple of
-    the batch.
+    the same. A batch size that no mesh divides with the settings that the user has
+    fixed is left out. Returns () if the batch is a multiple of the device count, or the
+    device count is a multiple of the batch.
     """
     asked, there = decision.question.batch_size, decision.cluster.num_devices
     if math.gcd(asked, there) == min(asked, there):
@@ -97,8 +97,8 @@ def batch_text(decision: Decision) -> tuple[str, float]:
 
     Returns a text ('' for nothing to say) and the seconds of a step that it costs:
 
-    * If a pin leaves no mesh that divides the batch: a text on padding rows, and the
-      seconds that the padding adds.
+    * If a pin (a setting that the user has fixed) leaves no mesh that divides the
+      batch: a text on padding rows, and the seconds that the padding adds.
     * If no nearby batch sizes are compared (`batches` is empty): a text on unused
       devices, or '' if all devices are used; and 0.
     * Otherwise: a text on the nearby batch sizes, and the seconds that the fastest of
@@ -140,9 +140,10 @@ def batch_text(decision: Decision) -> tuple[str, float]:
 
 
 def _fewer_text(decision: Decision) -> str:
-    """Describes how many devices are used, and the step's seconds.
+    """Describes how many devices a plan uses, and its step's seconds.
 
-    Used if no nearby batch sizes are compared.
+    For plans that use fewer devices than there are, if no nearby batch sizes are
+    compared.
     """
     plan, there = decision.plan, decision.cluster.num_devices
     used = math.prod(plan.mesh.values())
@@ -178,10 +179,10 @@ def _listed(known: tuple[Nearby, ...]) -> str:
 def alone_text(decision: Decision) -> tuple[str, float]:
     """Describes how many seconds of a step one device alone would save.
 
-    Plans for one device without pins. Returns a text and the saved seconds; "" and 0.0
-    if this plan saves nothing or does not fit. Does not plan, and returns "" and 0.0,
-    if the decision's plan uses one device, or if launches and collectives take less
-    than `_SMALL` of its step.
+    Returns a text and the saved seconds; "" and 0.0 if one device saves nothing or has
+    too little memory. The plan for one device has none of the user's pins. It is not
+    made, and the result is "" and 0.0, if the decision's plan uses one device, or if
+    launches and collectives take less than `_SMALL` of its step.
     """
     terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
     used = math.prod(decision.plan.mesh.values())
@@ -211,7 +212,7 @@ dim."""
 
 @dataclass(frozen=True, kw_only=True)
 class Lint:
-    """One finding, with its cost in seconds or bytes if known."""
+    """One finding on a model or batch, with its cost in seconds or bytes if known."""
 
     kind: Literal[
         "alignment",
@@ -226,7 +227,7 @@ class Lint:
     ]
     text: str
     cost_s: float = 0.0
-    """Seconds of a step that the finding costs; 0 if none or unknown."""
+    """Seconds of a step that the finding costs; 0 if none, or if they are unknown."""
     num_bytes: int = 0
     """Bytes of each device that the finding costs; 0 if none."""
 
@@ -235,9 +236,12 @@ class Lint:
 
 
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
-    """Lists all findings without duplicates: repeated work first, then batches, scores
-    of attention, dtypes without a peak, matmul sizes, indivisible dims, replicated
-    arrays and operators without a rule."""
+    """Lists all findings without duplicates, the most serious kind first.
+
+    The order is: repeated work, batches, attention scores in memory, dtypes without a
+    known peak, matmul sizes, indivisible dims, replicated arrays, and operators without
+    a cost rule.
+    """
     found = (
         *repeated(decision.plan),
         *batch(decision),
@@ -255,8 +259,11 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
 
 
 def products(decision: Decision) -> tuple[Lint, ...]:
-    """Finds matmuls whose sizes are not multiples of the device's alignment or tile,
-    costliest first."""
+    """Finds matmuls whose sizes do not suit the device, costliest first.
+
+    Their sizes are no multiples of its alignment, or fill its tiles badly. Findings
+    that cost less than `LEAST` of a step are left out.
+    """
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
     for group, done, sizes in _works(decision):
@@ -283,8 +290,11 @@ def products(decision: Decision) -> tuple[Lint, ...]:
 def _works(
     decision: Decision,
 ) -> Iterable[tuple[OpGroup, OperatorWork, dict[str, Any]]]:
-    """Yields each group of equal operators of the plan, its work on one device, and
-    the sizes of the mesh axes."""
+    """Yields each group of operators, its work on one device, and the axis sizes.
+
+    The work is that under the selected plan. The sizes include `MICRO`, the number of
+    microbatches.
+    """
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
     division = chosen.priced.division_of(decision.at)
@@ -298,6 +308,12 @@ def _product(
     """Yields the findings on the sizes of one group of equal matmuls.
 
     A finding has the kind of lint, a text, and the wasted seconds per step.
+
+    Args:
+        decision: the decision, with the workload and the device.
+        group: the group of matmuls.
+        done: the work of a device in one execution.
+        sizes: sizes of the mesh axes and the number of microbatches.
     """
     question, device = decision.question, decision.cluster.uniform.device
     dtype = question.graph.operand_dtype(group.operator)
@@ -340,7 +356,8 @@ _FUSED_ATTENTION = {"cuda": "jax.nn.dot_product_attention with implementation='c
 def attention(decision: Decision) -> tuple[Lint, ...]:
     """Finds attention whose scores are arrays in memory, costliest first.
 
-    Returns () for CPU, which has no kernel that keeps scores on the chip.
+    Returns () for CPU, which has no kernel that keeps scores on the chip. Findings that
+    cost less than `LEAST` of a step are left out.
     """
     question, device = decision.question, decision.cluster.uniform.device
     if device.platform == "cpu":
@@ -378,8 +395,9 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
 def precision(decision: Decision) -> tuple[Lint, ...]:
     """Finds matmuls and convolutions in a dtype for which the device lists no peak.
 
-    The texts say which peak counts instead (`DeviceType.rate`). The finding with the
-    most operations is first. Findings below `_SHARE` of the operations are left out.
+    Kernels such as attention count too. The texts say which peak counts instead
+    (`DeviceType.rate`). The finding with the most operations is first. Findings below
+    `_SHARE` of the operations are left out.
     """
     question, device = decision.question, decision.cluster.uniform.device
     flops: dict[ProductRate, float] = defaultdict(float)
@@ -466,7 +484,12 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
 
     There is one text per dim, with the reason; the dim with the most flops is first.
     Dims of examples and positions are left out, because other axes divide them. Dims of
-    at most `parts` elements and dims that a loop slices are left out, too.
+    at most `parts` elements, dims that a loop slices, and dims with less than `_SHARE`
+    of the flops are left out, too.
+
+    Args:
+        question: the workload.
+        parts: the size of the axis `tensor`.
     """
     graph, seen = question.graph, {}
     data = {*question.batch_dims, *question.sequence_dims}
@@ -489,7 +512,12 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
 
 
 def undivided_text(question: Workload, parts: int) -> str:
-    """Describes the first four dims of `undivided`; '' if there are none."""
+    """Describes the first four dims of `undivided` in one text; '' if there are none.
+
+    Args:
+        question: the workload.
+        parts: the size of the axis `tensor`.
+    """
     found = undivided(question, parts)
     return f"tensor={parts} cannot divide {'; '.join(found[:4])}" if found else ""
 
@@ -538,6 +566,10 @@ def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
     """Selects the mesh axes of size above 1 that could divide an array.
 
     These are `tensor`, and `fsdp` if the plan's ZeRO level is at least `level`.
+
+    Args:
+        plan: the plan.
+        level: the ZeRO level from which `fsdp` divides such arrays.
     """
     names = ("fsdp", "tensor") if plan.knobs.zero >= level else ("tensor",)
     return tuple(axis for axis in names if plan.mesh.get(axis, 1) > 1)
@@ -564,7 +596,13 @@ def _collect(
 
 
 def _spec(plan: Plan, path: str) -> Spec:
-    """Returns the spec of a leaf of the parameters or optimizer state between steps."""
+    """Returns the spec with which a leaf of the state is kept between steps.
+
+    Args:
+        plan: the plan.
+        path: the leaf's path in the traced program; its first part names the tree, such
+            as `optimizer`.
+    """
     tree, _, rest = path.partition("/")
     specs = plan.optimizer if tree == "optimizer" and plan.optimizer else plan.state
     return specs[rest]

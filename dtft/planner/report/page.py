@@ -35,7 +35,12 @@ def page_html(title: str, parts: Iterable[str]) -> str:
 
 
 def section_html(one: Section, level: int = 2) -> str:
-    """Renders a section with its heading as HTML."""
+    """Renders a section of a report, with its title as the heading, as HTML.
+
+    Args:
+        one: the section.
+        level: the level of the heading; 2 for h2.
+    """
     return f"<h{level}>{escape(one.title)}</h{level}>{table_html(one)}"
 
 
@@ -45,7 +50,7 @@ def block_html(title: str, *parts: str) -> str:
 
 
 def table_html(section: Section) -> str:
-    """Renders the rows and notes of a section as HTML, without the title."""
+    """Renders the rows and notes of a report's section as HTML, without the title."""
     notes = "".join(f"<p>{escape(note)}</p>" for note in section.notes)
     if not section.rows:
         return notes

@@ -1,5 +1,5 @@
-"""Plans a workload again with other pins (knobs that the user fixed), for `why_not` and
-for the cost of each pin."""
+"""Plans a workload again with other pins (settings that the user has fixed), for
+`why_not` and for the cost of each pin."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,8 +17,10 @@ from dtft.planner.wording import Section, seconds, size
 
 @dataclass(frozen=True, kw_only=True)
 class PinPrice:
-    """The best plan without some pins (knobs that the user fixed), and the seconds of a
-    step that the pins cost."""
+    """The best plan without some pins, and the seconds of a step that the pins cost.
+
+    Pins are settings that the user has fixed, such as `tensor=8`.
+    """
 
     pins: Mapping[str, Any]
     """Pins that `without` leaves out."""
@@ -29,7 +31,7 @@ class PinPrice:
 
 
 def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
-    """Computes how many seconds of a step each pin (a knob that the user fixed) costs.
+    """Computes how many seconds of a step each pin (a setting fixed by the user) costs.
 
     The entry of a pin compares with the best plan without this pin, but with all other
     pins. If there are several pins, the last entry is for all pins together.
@@ -40,7 +42,10 @@ def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
 
 
 def pin_section(decision: Decision) -> tuple[Section, ...]:
-    """Tabulates what each pin costs, in a single section; () without pins."""
+    """Tabulates what each pin (a setting that the user has fixed) costs.
+
+    Returns a single section; () without pins.
+    """
     prices = pin_prices(decision)
     if not prices:
         return ()
@@ -83,19 +88,20 @@ def _row(plan: Plan, price: PinPrice) -> tuple[str, ...]:
 
 
 def why_not(decision: Decision, **pins: Any) -> str:
-    """Explains what other knobs would cost, or why no plan can have the knobs.
+    """Explains what other settings would cost, or why no plan can have them.
 
-    The text compares the best plan with these knobs with the decision's plan: seconds
-    by term and collectives. If the best plan does not fit, it compares bytes by term.
+    The text compares the decision's plan with the best plan that has these settings:
+    seconds by term, and collectives. If that plan does not fit, it compares bytes by
+    term.
 
     Args:
         decision: the decision to compare with.
-        pins: other knobs, such as `tensor=8` or `zero=3`; a knob replaces the
-            decision's pin of the same name.
+        pins: the settings, such as `tensor=8` or `zero=3`. They are added to those that
+            were fixed for the decision; one of the same name is replaced.
 
     Raises:
-        ValueError: `pins` is empty. An unknown knob raises no error: the text lists the
-            known knobs.
+        ValueError: `pins` is empty. An unknown setting raises no error: the text lists
+            the known ones.
     """
     if not pins:
         raise ValueError(
@@ -108,9 +114,13 @@ def why_not(decision: Decision, **pins: Any) -> str:
 def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]:
     """Makes the sections of the text of `why_not`.
 
-    The text says that a pin is not possible, that the plan has the pins already, or
-    that the best plan with the pins does not fit; or it compares this plan with the
-    decision's plan.
+    The text says that a setting is not possible, that the plan has the settings
+    already, or that the best plan with them does not fit; or it compares the best plan
+    with them with the decision's plan.
+
+    Args:
+        decision: the decision to compare with.
+        pins: the settings, by name.
     """
     asked = ", ".join(f"{name}={value}" for name, value in pins.items())
     plan = decision.plan
@@ -134,14 +144,14 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 
 
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
-    """Finds the best plan with other pins.
+    """Finds the best plan with other pins (settings that are fixed).
 
     The pins replace the decision's pins of the same names. If no mesh of all devices
     has the pins, meshes of fewer devices are searched.
 
     Raises:
-        ValueError: no mesh has the pins, or only a mesh of fewer devices, some of
-            which repeat the work of others.
+        ValueError: no mesh has the pins, or only a mesh of fewer devices, some of which
+            repeat the work of others.
     """
 
     def best(fewer: Fewer) -> Decision:
@@ -178,10 +188,14 @@ def _has(plan: Plan, name: str, value: Any) -> bool:
 
 
 def _notes(found: Decision, pins: Mapping[str, Any]) -> list[str]:
-    """Lists notes on a plan with other pins.
+    """Lists notes on a plan that was made with other settings.
 
     The notes are on the batch, on devices that repeat the work of others, and on dims
-    that `tensor` cannot divide (if it is pinned above 1).
+    that `tensor` cannot divide (if it is fixed above 1).
+
+    Args:
+        found: the decision with the plan.
+        pins: the settings that were asked for, by name.
     """
     notes = [one.text for one in (*batch(found), *repeated(found.plan))]
     if found.idle:

@@ -94,7 +94,7 @@ _LITTLE = 0.5
 
 
 def mesh_sections(plan: Plan) -> tuple[Section, ...]:
-    """Tabulates the fabric levels, work and arrays of each mesh axis.
+    """Tabulates what joins each mesh axis, and which work and arrays the axis divides.
 
     Returns () if the plan has no `axes`.
     """
@@ -132,9 +132,10 @@ def _sequence(plan: Plan) -> tuple[str, ...]:
 
 
 def lies_on(plan: Plan, axes: Sequence[str]) -> str:
-    """Describes the fabric levels that axes communicate over, such as `8 by NVLink`.
+    """Describes the fabric levels of mesh axes, such as `8 by NVLink`.
 
-    Axes that are not in `Plan.axes` are left out.
+    These are the levels over which collectives along the axes communicate. Axes that
+    are not in `Plan.axes` are left out; '' if none is in it.
     """
     found = [
         f"{wording.number(number)} by {kind}"
@@ -207,9 +208,10 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def knobs_text(knobs: Knobs) -> str:
-    """Lists the values of microbatches, remat and zero, and of changed other knobs.
+    """Lists the values of a plan's settings beside the mesh, in one line.
 
-    Other knobs are left out if they are at their default.
+    Settings other than microbatches, remat and zero are left out if they are at their
+    default.
 
     >>> knobs_text(Knobs(microbatches=4, zero=1))
     'microbatches=4, remat=none, zero=1'
@@ -223,12 +225,17 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Returns an alternative's name if it is a baseline, such as `fsdp`; else `-`."""
+    """Returns the rule of thumb that an alternative follows, such as `fsdp`; `-` for
+    none."""
     return alternative.name or "-"
 
 
 def summary(plan: Plan) -> Section:
-    """Describes mesh, knobs, step time, memory, and the source of cost constants."""
+    """Describes mesh, settings, step time and memory of a plan.
+
+    Also names the source of the figures by which it was predicted, such as a
+    calibration.
+    """
     found = plan.prediction
     left = plan.capacity_bytes - plan.memory_bytes
     fits = f"{size(left)} are left" if plan.fits else f"{size(-left)} too much"
@@ -252,14 +259,14 @@ def summary(plan: Plan) -> Section:
 
 
 def step_text(prediction: Prediction) -> str:
-    """Formats the seconds of a step with their interval."""
+    """Formats the predicted seconds of a step with their interval."""
     step = seconds(prediction.step_s, prediction.relative_error)
     low, high = (_end(s, prediction) for s in (prediction.low_s, prediction.high_s))
     return f"{step} per step ({INTERVAL_SHARE * 100:.0f} % interval: {low} to {high})"
 
 
 def _end(end_s: float, prediction: Prediction) -> str:
-    """Formats an end of a prediction's interval, in seconds.
+    """Formats the lower or upper end of a prediction's interval, in seconds.
 
     The text has the same absolute precision as the text of `step_s`.
     """
@@ -268,7 +275,8 @@ def _end(end_s: float, prediction: Prediction) -> str:
 
 
 def _rates(plan: Plan) -> tuple[str, ...]:
-    """Describes examples per second and MFU, if they are known."""
+    """Describes examples per second and MFU (model flops utilization), if they are
+    known."""
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     if not plan.examples or not step_s:
         return ()
@@ -308,8 +316,10 @@ def waterfall(plan: Plan) -> Section:
 
 
 def compute(plan: Plan) -> tuple[Section, ...]:
-    """Tabulates the compute seconds by kind of work, and those of the dearest
-    operators; () for plans of older files."""
+    """Tabulates the compute seconds by kind of work, and the dearest operators.
+
+    Returns () for a plan that lists none, as one from an older file.
+    """
     if not plan.compute:
         return ()
     total = plan.prediction.terms.get("compute", 0.0)
@@ -340,8 +350,10 @@ def _bar(start: float, value: float, total: float) -> str:
 
 
 def memory(plan: Plan) -> Section:
-    """Tabulates the bytes of the fullest device, and their shares of the capacity: each
-    term, the total and the capacity."""
+    """Tabulates the bytes of the fullest device, and their shares of the capacity.
+
+    Each term, such as parameters, has a row, followed by the total and the capacity.
+    """
     has = plan.capacity_bytes
     terms = {**plan.memory, "needed": plan.memory_bytes, "capacity": has}
     rows = [
@@ -423,7 +435,7 @@ def _totals(found: Iterable[Collective], error: float) -> tuple[str, str]:
 
 
 def bound(plan: Plan) -> Section:
-    """Compares the plan's seconds of a step with their lower bound."""
+    """Compares the seconds of the plan's step with a lower bound for all plans."""
     if not plan.bound_s:
         return Section(title="Lower bound", notes=("none is known",))
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
@@ -440,7 +452,10 @@ def bound(plan: Plan) -> Section:
 
 
 def alternatives(plan: Plan) -> Section:
-    """Tabulates the alternatives that `shown` selects, in the order of their rank."""
+    """Tabulates the best candidates of the search and its baselines, by rank.
+
+    The baselines are meshes of common rules of thumb (`shown`).
+    """
     rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
     return Section(
@@ -482,7 +497,7 @@ def _alternative(plan: Plan, place: int, one: Alternative) -> tuple[str, ...]:
 
 
 def tied(plan: Plan) -> tuple[Alternative, ...]:
-    """Selects the alternatives that may be as fast as the plan.
+    """Selects the alternatives whose step may be as short as the plan's.
 
     The selected alternatives fit, and their step takes no longer than the upper end of
     the plan's prediction interval. The plan itself is left out.

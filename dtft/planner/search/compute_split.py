@@ -57,7 +57,8 @@ def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]
 
 
 def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
-    """Maps each dim to the dim that represents it in all equal layers."""
+    """Returns the dims, each replaced by the dim that represents it in all equal
+    layers."""
     return frozenset(map(question.root, dims))
 
 
@@ -100,12 +101,12 @@ def compute_split(
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the mesh and the knobs.
+        candidate: the mesh and the settings beside it.
         division: which mesh axes divide which dims.
-        total_s: seconds of the term `compute`, which the kinds of work add up to.
+        total_s: the candidate's seconds of compute, which the kinds of work add up to.
 
     Returns:
-        Seconds by kind of work, and the operators that take most seconds.
+        Seconds by kind of work, and the `NUM_DEAREST` operators that take most seconds.
     """
     question, device = search.question, search.pool.device
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
@@ -158,9 +159,17 @@ def _name(
 ) -> str:
     """Names an operator and its part of the step, such as `params/w, forward`.
 
-    A product (`PRODUCTS`, such as a matmul) that reads a parameter gets the parameter's
-    path. Other operators get their primitive (or `element-wise`) and the shape of their
-    result.
+    A matmul, convolution or kernel that reads a parameter gets the parameter's path,
+    unless it is attention. Other operators get their primitive (or `element-wise`) and
+    the shape of their result.
+
+    Args:
+        graph: the program.
+        group: the group of operators to name.
+        source: map from the index of a value to the argument that it is a copy or a
+            slice of (`sources`).
+        paths: map from the index of an argument to its path.
+        is_attention: whether the operator reads or writes attention scores.
     """
     operator = group.operator
     if operator.kind in PRODUCTS and not is_attention:
@@ -177,7 +186,7 @@ def _name(
 
 
 def model_at_peak_s(search: PlanSearch) -> float:
-    """Computes the seconds of the forward and backward pass at the peak of all devices.
+    """Computes the seconds of forward and backward pass at the devices' peak speed.
 
     Counts matmuls, convolutions and kernels such as attention, but no operators that
     rematerialization computes again.

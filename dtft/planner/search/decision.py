@@ -55,7 +55,7 @@ run.
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change after which a plan fits, with the best plan after the change."""
+    """A change after which a plan fits in memory, with the best plan found then."""
 
     change: str
     plan: Plan
@@ -74,10 +74,13 @@ def unfit_text(
 ) -> str:
     """Returns the text of the error for a model that does not fit on a cluster.
 
+    The text has the missing bytes, and the changes after which a plan fits
+    (`remedies`).
+
     Args:
-        leanest: the leanest plan (`best_of`), which does not fit.
+        leanest: the plan that needs the fewest bytes on a device, but does not fit.
         cluster: the cluster that was searched.
-        pins: knobs that are pinned.
+        pins: settings that the user has fixed, by name.
         best: function that plans again with another cluster, other pins or more knobs.
     """
     over = leanest.memory_bytes - leanest.capacity_bytes
@@ -103,9 +106,16 @@ def unfit_text(
 def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[Remedy]:
     """Yields changes after which a plan fits, each with the best plan after the change.
 
-    The changes are: leaving out one pin; searching also knobs that cannot be run here;
-    taking more devices, and leaving out all pins that are numbers or flags. Of the
-    larger numbers of devices, only the smallest with a plan that fits is yielded.
+    The changes are: leaving out one pin (a setting that the user has fixed); searching
+    also settings that cannot be run here; taking more devices, without the pins that
+    are numbers or flags. Of the larger numbers of devices, only the smallest with a
+    plan that fits is yielded.
+
+    Args:
+        cluster: the cluster on which no plan fits.
+        pins: the pins, by name.
+        best: function that plans again with another cluster, other pins or more
+            settings.
     """
     for name in pins:
         rest = {other: value for other, value in pins.items() if other != name}
@@ -131,8 +141,8 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 def _tried(
     best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
 ) -> Plan | None:
-    """Returns the plan of `best`, or None if `best` raises ValueError or the plan does
-    not fit."""
+    """Plans again with `best`; None if no plan can have the pins or the plan does not
+    fit."""
     try:
         plan = best(cluster, pins, what_if)
     except ValueError:
@@ -141,7 +151,7 @@ def _tried(
 
 
 def _larger(pool: Pool) -> Iterator[Pool]:
-    """Yields pools with 2, 4, ... `MOST` times as many devices.
+    """Yields pools with 2, 4, ... `MOST` times as many devices as a pool.
 
     The outermost level of the fabric then joins more groups. A pool of one device has
     no level: it gets the levels of the catalog's machines with this device. Yields
@@ -184,10 +194,8 @@ all devices divides the batch (details: `MeshRules.fewer`).
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RematVariant:
-    """One remat policy: its search, and its candidates with predicted time and memory.
-
-    The search is over the workload rematerialized by the policy.
-    """
+    """The search under one remat policy, and its candidates with predicted time and
+    memory."""
 
     search: PlanSearch
     priced: Priced
@@ -202,11 +210,12 @@ class Decision:
     cluster: Cluster
     pins: Mapping[str, Any]
     what_if: bool
-    """Whether knobs that this entry point or backend cannot run were searched too."""
+    """Whether settings that cannot be run (with `step=` or `loss=` as given, or on this
+    backend) were searched too."""
     found: Mapping[Remat, RematVariant]
     """The candidates of each remat policy that was priced."""
     at: int
-    """Position of the plan among the candidates of its remat policy."""
+    """Index of the plan's candidate in `found[plan.knobs.remat].priced`."""
 
     @property
     def idle(self) -> bool:
@@ -232,9 +241,11 @@ def decide(
     Args:
         question: the workload of a step.
         cluster: a cluster of equal devices.
-        pins: knobs that are pinned, such as `{"tensor": 8}`.
-        what_if: searches all knobs that can be priced, including knobs that this entry
-            point or backend cannot run. A plan with such knobs is not `runnable`.
+        pins: axis sizes and other settings that the user has fixed, by name, such as
+            `tensor`.
+        what_if: searches all settings that can be priced, including those that cannot
+            be run with the given `step=` or `loss=`, or on this backend. A plan with
+            such settings is not `runnable`.
         whole: searches only meshes of all devices, as for devices that belong to
             several processes.
 
@@ -273,11 +284,11 @@ def best_of(
     Args:
         question: the workload of a step.
         cluster: a cluster of equal devices.
-        pins: knobs that are pinned.
-        what_if: searches knobs that cannot be run too; see `decide`.
+        pins: axis sizes and other settings that the user has fixed.
+        what_if: searches settings that cannot be run too; see `decide`.
         batch: the batch that meshes must divide, if not the batch of the workload.
             Prices are those of the workload's own batch in either case.
-        fewer: when meshes of fewer devices than all are searched.
+        fewer: when meshes of fewer devices than all are searched (`Fewer`).
 
     Raises:
         ValueError: the devices are not equal, JAX does not run on them, the pins cannot
@@ -317,8 +328,8 @@ def _best_of(
     Args:
         question: the workload of a step.
         cluster: a cluster of equal devices.
-        pins: knobs that are pinned.
-        what_if: searches knobs that cannot be run too; see `decide`.
+        pins: axis sizes and other settings that the user has fixed.
+        what_if: searches settings that cannot be run too; see `decide`.
         batch: the batch that meshes must divide.
         fewer: smaller numbers of devices, whose meshes are searched too. If None, only
             meshes of all devices are candidates.
@@ -395,6 +406,9 @@ def _worth(found: Any) -> bool:
 
     This is so if no candidate fits. It is also so if the remat policy of the best
     candidate has a faster candidate that does not fit.
+
+    Args:
+        found: the remat policies priced so far (`RematVariant`).
     """
     best = min(found, key=_first)
     priced = best.priced
@@ -412,6 +426,10 @@ def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
     Candidates that fit in memory are first, by `Priced.worth_s`. Candidates that do not
     fit follow, by bytes on a device. Among these, candidates with idle devices (devices
     that repeat the work of others) are last.
+
+    Args:
+        one: the remat policy of the candidate.
+        at: the index of the candidate in `one.priced`.
     """
     priced = one.priced
     if priced.fits[at]:
@@ -420,11 +438,11 @@ def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
 
 
 def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
-    """Enumerates candidates, with their numbers of virtual stages.
+    """Enumerates candidates, including those with several virtual stages.
 
     Leaves out meshes of fewer than all devices if `choices.fewer` is None. If the axis
     `stage` is searched, combines the candidates with every possible number of virtual
-    stages, or with the pinned number.
+    stages (groups of layers of one pipeline stage), or with the pinned number.
     """
     space = enumerate_space(choices, pins)
     if choices.fewer is None:
@@ -449,11 +467,19 @@ def _found(
     pins: Mapping[str, Any],
     order: tuple[Remat, ...],
 ) -> dict[Remat, RematVariant]:
-    """Prices the candidates, by remat policy.
+    """Prices the candidates; returns them by remat policy.
 
-    First prices the baselines, and the candidates whose state has room in a device's
-    memory (`memory_floor`). If none of these fits, prices all candidates. Raises
-    ValueError if the pins cannot be met or there is no candidate at all.
+    First prices the baselines (meshes of common rules of thumb), and the candidates
+    whose state has room in a device's memory (`memory_floor`). If none of these fits,
+    prices all candidates. Raises ValueError if the pins cannot be met or there is no
+    candidate at all.
+
+    Args:
+        question: the workload of a step.
+        pool: the devices.
+        choices: the values that axes and settings may have.
+        pins: axis sizes and other settings that the user has fixed.
+        order: the remat policies to price, in this order.
     """
     floor = memory_floor(question, pool)
     if pins.get("offload"):
@@ -471,9 +497,9 @@ def _priced(
 ) -> dict[Remat, RematVariant]:
     """Prices candidates under each remat policy of `order` in turn.
 
-    Stops before a policy if the policies so far suffice (`_worth`). Prices only the
-    candidates with the smallest batch, which is rounded up least. Returns {} if `space`
-    is empty.
+    Stops as soon as another policy cannot give a better plan (`_worth`). Prices only
+    the candidates with the smallest batch, which is rounded up least. Returns {} if
+    `space` is empty.
     """
     if not len(space):
         return {}

@@ -42,7 +42,7 @@ def elimination_order(
     max_entries: int,
     max_total: int,
 ) -> list[int] | None:
-    """Returns the order in which to eliminate the variables, or None.
+    """Returns the order in which to eliminate the variables of a sum of tables.
 
     Returns None if the tables that elimination in this order creates exceed a limit.
 
@@ -121,8 +121,14 @@ def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[in
 
     If `filled`, also adds the missing edges between the variable's neighbors.
 
+    Args:
+        variable: the variable.
+        neighbors: for each variable, those that share a table with it; changed in
+            place.
+        filled: whether edges may be missing.
+
     Returns:
-        The variables whose price may have changed.
+        The variables whose place in the elimination order may have changed.
     """
     near = neighbors[variable]
     changed = set(near)
@@ -148,7 +154,7 @@ def eliminate(
 
     Args:
         sizes: the number of values of each variable.
-        tables: the tables whose sum is minimised.
+        tables: the tables whose sum is minimised: pairs of variables and costs.
         order: every variable with more than one value, once (`elimination_order`).
     """
     rank = {variable: place for place, variable in enumerate(order)}
@@ -182,11 +188,11 @@ def eliminate_each(
 
     Works like `eliminate`, but for all values of `given` in one pass. To solve several
     problems with tables of equal shapes at once, use a variable `given` whose values
-    are the numbers of the problems.
+    are the indices of the problems.
 
     Args:
         sizes: the number of values of each variable.
-        tables: the tables whose sum is minimised.
+        tables: the tables whose sum is minimised: pairs of variables and costs.
         order: every other variable with more than one value, once.
         given: the variable whose values are all kept.
 
@@ -255,7 +261,7 @@ def _squeezed(scope: tuple[int, ...], costs: np.ndarray) -> Table:
 
 
 def _added(bucket: list[Table]) -> Table:
-    """Adds up tables into one table over all of their variables.
+    """Adds up tables (pairs of variables and costs) into one table of all variables.
 
     The first variables of the sum are those of the table with the most variables.
     """
@@ -276,8 +282,8 @@ def _added(bucket: list[Table]) -> Table:
 def _aligned(
     scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns a view of a table over the variables `wide`; variables that the table
-    lacks get dims of size 1."""
+    """Returns a table's costs with one dim for each variable of `wide`, in this order;
+    variables that the table lacks get dims of size 1."""
     if scope == wide:
         return costs
     if len(scope) > 1:
@@ -290,9 +296,14 @@ def _substituted(
 ) -> list[int]:
     """Finds the assignment of least cost by back-substitution.
 
-    A bucket has the tables that were added up to eliminate its variable. The variables
-    get their values in the reverse of `order`. So all other variables of a bucket have
-    values before its own variable.
+    The variables get their values in the reverse of `order`. So all other variables of
+    a bucket have values before its own variable.
+
+    Args:
+        sizes: the number of values of each variable.
+        buckets: for each variable of `order`, the tables that were added up to
+            eliminate it.
+        order: the variables in the order of their elimination.
     """
     index: list[Any] = [0] * len(sizes)
     for bucket, variable in zip(reversed(buckets), reversed(order), strict=True):

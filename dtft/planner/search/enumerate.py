@@ -1,8 +1,8 @@
-"""Enumerates the candidates of a search.
+"""Enumerates the candidates of a search: meshes with a value for every other setting.
 
 `choices_of` returns the axis sizes, microbatches and ZeRO levels that a workload and a
-pool of devices allow. `enumerate_space` combines the values of all knobs into
-candidates, and leaves out those that cannot be the best.
+pool of devices allow. `enumerate_space` combines these values into candidates, and
+leaves out those that cannot be the best.
 """
 
 import math
@@ -66,13 +66,13 @@ def choices_of(
 ) -> Choices:
     """Returns the axis sizes, microbatches and ZeRO levels to search for a workload.
 
-    `remat`, `memory` and `fewer` keep the defaults of `Choices`, for the caller to
+    The fields `remat`, `memory` and `fewer` keep their defaults, for the caller to
     replace. Offload is not part of `Choices`.
 
     Args:
         question: the workload of a step.
         pool: a pool of equal devices.
-        can: the knobs that may be searched.
+        can: the settings that may be searched.
         batch: samples in a step; the data axes of each mesh must divide it.
     """
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
@@ -116,7 +116,8 @@ def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> Non
 def remats(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
     """Returns the remat policies to price, by increasing memory savings and time.
 
-    If `can` has the pinned policy, returns only that policy.
+    If the user has fixed the policy in `pins`, and `can` has it, returns only this
+    policy.
     """
     if pins.get("remat") in can.remat:
         return (pins["remat"],)
@@ -134,13 +135,15 @@ _Columns = dict[str, np.ndarray]
 def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> Space:
     """Enumerates all candidates that may be the best, including the baselines.
 
-    Leaves out candidates whose axes do not divide the sizes in `Choices.divides`, and
-    candidates without room for their state (`Choices.memory`). Also leaves out orders
-    of the axes on the fabric that are never better than another order
-    (`undominated_orders`).
+    A candidate is a mesh with a value for every knob (a setting such as the ZeRO
+    level). Leaves out candidates whose axes do not divide the sizes in
+    `Choices.divides`, and candidates without room for their state (`Choices.memory`).
+    Also leaves out orders of the axes on the fabric that are never better than another
+    order (`undominated_orders`).
 
-    Baselines (meshes of common rules of thumb) stay even without room, unless a pin
-    rules them out. Their meshes are combined with all values of the other knobs.
+    Baselines (meshes of common rules of thumb) stay even without room, unless a pin (a
+    value that the user has fixed) rules them out. Their meshes are combined with all
+    values of the other knobs.
 
     If no mesh of all devices divides the batch into two or more parts, candidates with
     a rounded-up batch (`MeshRules.workable`) and with fewer devices (`MeshRules.fewer`)
@@ -215,7 +218,10 @@ def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
 
 
 def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Reason]]:
-    """Enumerates meshes, and records how many meshes each rule left."""
+    """Enumerates meshes, and records how many meshes each rule left.
+
+    Returns the meshes and the records.
+    """
     num_devices, batch = rules.num_devices, rules.batch
     num = num_factorisations(num_devices, len(rules.divides))
     allowed, exact = rules.all(num_devices), rules.exact(num_devices)
@@ -249,7 +255,7 @@ def _with_fewer(
 ) -> Meshes:
     """Adds the meshes whose number of devices is in `fewer` and that divide the batch.
 
-    Appends to `reasons` how many meshes of each count are added.
+    Appends to `reasons` how many meshes of each number of devices are added.
     """
     for number in fewer:
         some = rules.exact(number)
@@ -262,8 +268,12 @@ def _with_fewer(
 def _with_zero(
     meshes: Meshes, choices: Choices, pins: Mapping[str, Any]
 ) -> tuple[Meshes, np.ndarray, Reason]:
-    """Combines meshes with ZeRO levels: level 0 if `fsdp` has size one, otherwise the
-    levels above 0."""
+    """Combines meshes with ZeRO levels, or with the level that the user has fixed.
+
+    A mesh whose axis `fsdp` has size one has level 0, any other mesh the levels above
+    0. Returns the meshes, the level of each (int [meshes]), and how many meshes are
+    left.
+    """
     zeros = _left(sorted(choices.zero), pins.get("zero"))
     fsdp = meshes.sizes[:, AXES.index("fsdp")]
     row, at = np.nonzero((zeros > 0) == (fsdp > 1)[:, None])
@@ -281,16 +291,19 @@ def _with_knobs(
 ) -> _Columns:
     """Combines meshes, each with its ZeRO level, with microbatches and remat policies.
 
-    Offload, virtual stages and schedule have one value each: the pin, or the default.
+    Offload, virtual stages and schedule have one value each: the one that the user has
+    fixed, or the default.
 
     Args:
         meshes: the meshes.
         zero: the ZeRO level of each mesh; int [meshes].
         choices: the values that may be combined.
-        pins: pinned values; other values of these knobs are left out.
+        pins: values that the user has fixed; other values of these settings are left
+            out.
 
     Returns:
-        The candidates as columns: name to an array with one entry per candidate.
+        The candidates as columns: map from a name to an array with one entry per
+        candidate.
     """
     samples = meshes.batch // _rules(choices, pins).slots(meshes.sizes)
     parts = {part for each in np.unique(samples) for part in divisors(int(each))}
@@ -332,7 +345,10 @@ def _sizes(columns: _Columns) -> np.ndarray:
 
 
 def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
-    """Finds each candidate's baseline: a position in `BASELINES`, 0 for no baseline."""
+    """Finds the rule of thumb (baseline) that each candidate follows; int [candidates].
+
+    The numbers are positions in `BASELINES`, 0 for no baseline.
+    """
     sizes = _sizes(columns)
     numbers = np.zeros(len(sizes), np.int64)
     for baseline in reversed(known):  # the first match wins
@@ -365,13 +381,14 @@ def _with_orders(
 ) -> Space:
     """Combines candidates with the orders of their axes that may be best on the fabric.
 
-    Only the first order of a mesh counts as a baseline. A candidate without room for
-    its state is kept only as a baseline, and so only with the first order.
+    Only the first order of a mesh counts as a baseline (a common rule of thumb). A
+    candidate without room for its state is kept only as a baseline, and so only with
+    the first order.
 
     Args:
-        columns: the candidates, with the column `room`.
+        columns: the candidates, with the column `room` (whether their state has room).
         choices: the choices, with the levels of the fabric.
-        before: axes that are pinned to this order, outermost first.
+        before: axes that the user has fixed to lie in this order, outermost first.
         reasons: the results of earlier rules, for `Space.reasons`.
     """
     sizes = _sizes(columns)
@@ -424,11 +441,11 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
 
 
 def _values_near(space: Space, name: str, value: Any) -> str:
-    """Lists values of a knob in a space: all policies of `remat`, else the three
-    numbers nearest to `value`.
+    """Lists, for an error, values of a setting that candidates of a space have.
 
-    Only candidates with the most devices count. Returns '' for the knob `order`, and
-    for an empty space.
+    These are all policies of `remat`, else the three numbers nearest to `value`. Only
+    candidates with the most devices count. Returns '' for the pin `order`, and for an
+    empty space.
     """
     if not len(space) or name == "order":
         return ""
@@ -460,7 +477,8 @@ def worthwhile(
 
     Args:
         question: the workload, whose weights have dims that `tensor` may divide.
-        pins: pins; each number is a multiple of the product of the pinned axis sizes.
+        pins: settings that the user has fixed; each number of devices is a multiple of
+            the product of the fixed axis sizes.
         num_devices: the number of all devices.
         batch: samples that the data axes divide.
     """

@@ -59,7 +59,10 @@ bytes of a pipeline stage (`pipeline.Staged.memory`)."""
 
 @dataclass(frozen=True, kw_only=True)
 class Alike:
-    """Arrays of one role that are divided, gathered and updated in the same way."""
+    """Arrays of one role that are divided, gathered and updated in the same way.
+
+    The role is parameter, optimizer state or batch.
+    """
 
     value: Value
     passes: int
@@ -72,7 +75,8 @@ class Resting:
     """Bytes of state and batch, and the gathers of parameters, for many points.
 
     A point is a mesh and a number of microbatches. State is parameters and optimizer
-    state. ZeRO may divide an array by one more axis between its uses than during a use.
+    state. Between its uses in a step, ZeRO may divide an array by one more axis than
+    during a use.
     """
 
     def __init__(self, prices: Prices) -> None:
@@ -91,8 +95,8 @@ class Resting:
 
     @cached_property
     def arrays(self) -> Mapping[Role, Counter[Alike]]:
-        """Map from a role to its groups of equal arrays, and the number of arrays in
-        each group."""
+        """Map from a role (parameter, optimizer state, batch) to its groups of equal
+        arrays, and the number of arrays in each group."""
         question, graph = self._question, self._question.graph
         found: dict[Role, Counter[Alike]] = {
             "parameter": Counter(), "optimizer": Counter(), "batch": Counter()
@@ -113,12 +117,11 @@ class Resting:
     ) -> Total:
         """Computes the bytes on each device of all arrays of a role, for each point.
 
-        A point is a mesh and a number of microbatches.
-        For role `batch` the bytes are of all microbatches, because all are in memory
-        from the start of a step.
+        A point is a mesh and a number of microbatches. For role `batch` the bytes are
+        of all microbatches, because all are in memory from the start of a step.
 
         Args:
-            role: the role of the arrays.
+            role: which arrays: parameters, optimizer state or batch.
             division: which axes divide which dims while computing.
             divided: whether `fsdp` divides the arrays between uses.
         """
@@ -132,9 +135,14 @@ class Resting:
     ) -> Iterator[tuple[Cases, int, np.ndarray]]:
         """Yields the bytes that `num_bytes` adds up, for each group of equal arrays.
 
-        Each entry has the partition of the points into cases (the points of a case
-        divide the arrays in the same way), the number of arrays in the group, and for
-        each case the bytes of one array on a device.
+        Each entry has a partition of the points (meshes with a number of microbatches)
+        into cases that divide the arrays in the same way, the number of arrays in the
+        group, and for each case the bytes of one array on a device.
+
+        Args:
+            role: which arrays: parameters, optimizer state or batch.
+            division: which axes divide which dims while computing.
+            divided: whether `fsdp` divides the arrays between uses.
         """
         for alike, count in self.arrays[role].items():
             cases, used, place = self._placed(alike.value, division)
@@ -188,11 +196,11 @@ class Resting:
 
         Args:
             division: which axes divide which dims while computing.
-            points: indices of points (meshes with a number of microbatches).
-            zero: ZeRO level of each point.
+            points: index of each candidate's point (mesh and number of microbatches).
+            zero: ZeRO level of each candidate.
 
         Returns:
-            Seconds; float [points].
+            Seconds of each candidate; float [candidates].
         """
         found = np.zeros(len(points))
         each = self._columns.pool.device.efficiency.strided_s
@@ -268,8 +276,9 @@ class Resting:
             division: which axes divide which dims while computing.
 
         Returns:
-            The distinct divisions: copies of `division` with the fields `rest` and
-            `spare` set. And the index of the division of each point; int [points].
+            The distinct divisions: copies of `division` in which the fields `rest` and
+            `spare` (`ShardingAssignment`) divide sums further. And the index of the
+            division of each point; int [points].
         """
         values = {str(n): one.value for n, one in enumerate(self.arrays["parameter"])}
         placed = [self._placed(value, division) for value in values.values()]
@@ -297,8 +306,9 @@ class Resting:
         ZeRO divides this dim by the axis `fsdp` between uses of the array.
 
         Returns:
-            The cases (points with equal sizes of the dividing axes), the axes, and for
-            each case the position of the dim; -1 if `fsdp` divides no dim.
+            A partition of the points (meshes with a number of microbatches) into cases
+            with equal sizes of the dividing axes; the axes; and for each case the
+            position of the dim, -1 if `fsdp` divides no dim.
         """
         spec = division.spec(value)
         key = value, spec
@@ -323,7 +333,7 @@ def offloaded(
 
     Args:
         priced: candidates that keep their optimizer state on the device.
-        resting: bytes of the workload's arrays, for the points of these candidates.
+        resting: bytes of the workload's arrays, for the meshes of these candidates.
         link: the link from a device to its host's memory.
         on_stages: the function that computes the bytes of pipeline stages; needed if a
             candidate has several stages.
@@ -361,10 +371,10 @@ def _away(
 
     Args:
         space: the candidates.
-        resting: bytes of the workload's arrays, for the points of the candidates.
+        resting: bytes of the workload's arrays, for the meshes of the candidates.
         link: the link from a device to its host's memory.
         division: which axes divide which dims while computing.
-        rows: indices of the candidates.
+        rows: indices of the candidates that share the division.
     """
     points = resting.prices.columns.of[rows]
     divided = space.columns["zero"][rows] >= 1
@@ -408,10 +418,10 @@ class Peaks:
             division: which axes divide which dims, for all candidates.
             columns: the sizes of axes of each point (mesh and number of microbatches).
             points: the index of each candidate's point; int [candidates].
-            zero: ZeRO levels; int [candidates].
+            zero: the ZeRO level of each candidate; int [candidates].
 
         Returns:
-            `activations` and `gradients`; float [candidates].
+            Map with the keys `activations` and `gradients`; float [candidates] each.
         """
         traces = {self._trace: zero < 3}
         if (zero == 3).any():
@@ -441,10 +451,10 @@ def _peaks(
     """Computes the bytes of activations and of gradients on a device at peak memory.
 
     Args:
-        moments: the model of the program's memory, under one division.
+        moments: the model of the program's memory, under one division of dims by axes.
         columns: the sizes of axes of each point (mesh and number of microbatches).
         points: the index of each candidate's point; int [candidates].
-        zero: ZeRO levels; int [candidates].
+        zero: the ZeRO level of each candidate; int [candidates].
 
     Returns:
         Bytes of activations, and bytes of gradients; float [candidates] each.

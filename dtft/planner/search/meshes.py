@@ -1,7 +1,7 @@
 """Enumerates sizes of mesh axes, and the meshes of common rules of thumb.
 
 Data parallelism, FSDP and the Megatron rule (`baselines`) are candidates unless a pin
-rules them out.
+(a size that the user has fixed) rules them out.
 """
 
 import functools
@@ -64,6 +64,10 @@ def divisors(number: int) -> tuple[int, ...]:
 def factorisations(number: int, allowed: Sequence[Sequence[int]]) -> np.ndarray:
     """Finds all ways to write a number as a product with one factor from each set.
 
+    Args:
+        number: the product.
+        allowed: for each factor the values that it may have.
+
     Returns:
         int64 [ways, factors], in lexicographic order.
 
@@ -114,14 +118,17 @@ class MeshRules:
     data_axes: tuple[str, ...]
     """Axes that divide the batch."""
     pins: Mapping[str, int]
-    """Sizes of axes that are pinned."""
+    """Sizes of axes that the user has fixed."""
 
     def allowed(self, num_devices: int) -> list[tuple[int, ...]]:
         """Returns the allowed sizes of each of `AXES` for `num_devices` devices."""
         return [self.sizes_of(axis, num_devices) for axis in AXES]
 
     def sizes_of(self, axis: str, num_devices: int) -> tuple[int, ...]:
-        """Returns the allowed sizes of an axis in a mesh of `num_devices` devices."""
+        """Returns the allowed sizes of an axis in a mesh of `num_devices` devices.
+
+        Returns () if the size that the user has fixed is not allowed.
+        """
         sizes = (1,)
         if axis in self.divides:
             sizes = divisors(math.gcd(num_devices, *self.divides[axis]))
@@ -139,15 +146,16 @@ class MeshRules:
     def all(self, num_devices: int) -> Meshes:
         """Returns all meshes of `num_devices` devices that the rules allow.
 
-        The batch of each mesh is rounded up to a multiple of its `slots`.
+        The batch of each mesh is rounded up to a multiple of the number of parts into
+        which the mesh divides it.
         """
         return self.rounded_up(factorisations(num_devices, self.allowed(num_devices)))
 
     def rounded_up(self, sizes: np.ndarray) -> Meshes:
-        """Makes meshes of given sizes, each with the batch rounded up to its `slots`.
+        """Makes meshes of given sizes, each with a rounded-up batch.
 
-        The batch of a mesh is the least multiple of the number of parts into which the
-        mesh divides the batch.
+        The batch of a mesh is the least multiple, not below `batch`, of the number of
+        parts into which the mesh divides the batch.
 
         Args:
             sizes: sizes of the axes; int64 [meshes, axes].
@@ -156,7 +164,7 @@ class MeshRules:
         return Meshes(sizes=sizes, batch=-(-self.batch // slots) * slots)
 
     def exact(self, num_devices: int) -> Meshes:
-        """Returns the meshes of `num_devices` devices that divide the batch exactly."""
+        """Returns the meshes of `num_devices` devices that need no rounded-up batch."""
         meshes = self.all(num_devices)
         return meshes.where(meshes.batch == self.batch)
 
@@ -215,10 +223,10 @@ class MeshRules:
 
     @property
     def _least_parts(self) -> int:
-        """The number of parts of the batch that is enough: two.
+        """The number of parts of the batch from which a mesh divides it enough: two.
 
         One part is enough if the batch is one sample, or if pins or the rules allow no
-        data axis.
+        axis that divides the batch.
         """
         free = [
             axis
@@ -235,7 +243,7 @@ BASELINES = ("", "data parallel", "fsdp", "megatron", "megatron with fsdp")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Baseline:
-    """A mesh from a common rule of thumb."""
+    """A mesh from a common rule of thumb, such as data parallelism on all devices."""
 
     number: int
     """Position in `BASELINES`."""

@@ -37,7 +37,10 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class _Program:
-    """The program: minimise costs @ x with equal @ x == right and 0 <= x <= upper."""
+    """The program: minimise costs @ x with equal @ x == right and 0 <= x <= upper.
+
+    The first `num_binaries` entries of x are integers.
+    """
 
     costs: np.ndarray
     upper: np.ndarray
@@ -142,6 +145,12 @@ def _marginals(
 
     A row requires that the weights of all combinations with the value add up to the
     value's binary.
+
+    Args:
+        factor: a factor of two or more variables.
+        starts: for each variable, the column of its first value's binary.
+        first_row: index of the factor's first equation.
+        first_column: index of the first of the factor's weights.
 
     Returns:
         Rows, columns and values of entries of `_Program.equal`, [3, N]; and the number

@@ -1,4 +1,7 @@
-"""Pins: knobs that the user has set; validates them and suggests nearby values."""
+"""Pins: settings of a plan (axis sizes, `zero`, `remat`) that the user has fixed.
+
+Validates them and suggests nearby values.
+"""
 
 import difflib
 from collections.abc import Mapping
@@ -11,10 +14,10 @@ from dtft.planner.search.space import REMATS, Choices
 from dtft.planner.types import AXES
 
 COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
-"""Knobs whose pins are whole numbers."""
+"""Settings that take whole numbers."""
 
 PINS = (*COUNTS, "remat", "offload", "schedule", "order")
-"""All knobs that can be pinned."""
+"""All settings that the user can fix."""
 
 _MOST = 2**31
 """Numeric pins must be below this number."""
@@ -39,10 +42,14 @@ _ABSENT = {
 
 
 def check_pins(pins: Mapping[str, Any]) -> None:
-    """Checks the names and values of pins.
+    """Checks the names and values of pins, the settings that the user has fixed.
+
+    Args:
+        pins: map from the name of a setting, such as `tensor` or `zero`, to its value.
 
     Raises:
-        ValueError: the name of a pin is unknown, or its knob never has that value.
+        ValueError: the name of a pin is unknown, or the setting can never have the
+            value.
     """
     for name, value in pins.items():
         if name not in PINS:
@@ -56,10 +63,10 @@ def check_pins(pins: Mapping[str, Any]) -> None:
 
 
 def did_you_mean(name: str) -> str:
-    """Returns a hint such as " Did you mean 'tensor'?" for the name of an unknown knob.
+    """Returns a hint such as " Did you mean 'tensor'?" for an unknown setting's name.
 
-    The suggested knob is the one of this name in another framework (`tp`), or else the
-    one with the most similar spelling. Returns '' if there is no such knob.
+    The suggested setting is the one of this name in another framework (`tp`), or else
+    the one with the most similar spelling. Returns '' if there is no such setting.
 
     >>> did_you_mean("tp"), did_you_mean("tesnor"), did_you_mean("colour")
     (" Did you mean 'tensor'?", " Did you mean 'tensor'?", '')
@@ -70,7 +77,7 @@ def did_you_mean(name: str) -> str:
 
 
 def _allowed(name: str, value: Any) -> str:
-    """Returns the allowed values of a knob, in words; '' if `value` is allowed."""
+    """Returns the allowed values of a setting, in words; '' if `value` is allowed."""
     if name == "remat":
         return "" if value in REMATS else ", ".join(REMATS)
     if name == "schedule":
@@ -91,14 +98,14 @@ def _allowed(name: str, value: Any) -> str:
 
 
 def why_not(choices: Choices, name: str, value: Any) -> str:
-    """Returns why no candidate can have a pinned value, even without other pins.
+    """Returns why no candidate can have a value that the user has fixed for a setting.
 
-    Returns '' if no reason is found.
+    The reason is one that holds without the other pins; '' if none is found.
 
     Args:
-        choices: the values that each knob may take.
-        name: the pinned knob.
-        value: the value that it is pinned to.
+        choices: the values that each setting may take.
+        name: the setting, such as `tensor` or `zero`.
+        value: the value that is fixed.
     """
     if name in AXES:
         return _why_not_axis(choices, name, value)

@@ -91,7 +91,13 @@ def handed_on(
 ) -> tuple[CollectiveOp, ...]:
     """Returns the messages that a stage sends to the next stage for a microbatch.
 
-    Gradients return in messages of the same sizes.
+    They have the activations at the end of the stage's layers. The backward pass sends
+    the gradients of these back in messages of the same sizes.
+
+    Args:
+        question: the workload.
+        layers: the repeated layers of the workload.
+        division: which axes divide which dims on the devices of a stage.
     """
     values = [question.graph.values[index] for index in layers.boundary]
     found = []
@@ -105,7 +111,7 @@ def handed_on(
 
 
 class Staged:
-    """Time and memory of candidates, with any number of pipeline stages."""
+    """Prices candidates with any number of pipeline stages: seconds and bytes."""
 
     def __init__(self, resting: Resting) -> None:
         """Keeps the prices; the layers are found when they are first needed.
@@ -133,7 +139,7 @@ class Staged:
         rows: np.ndarray,
         stage_layers: tuple[int, ...] = (),
     ) -> StepCost:
-        """Computes the `StepCost` of candidates that share a division of dims by axes.
+        """Computes the base seconds (`StepCost`) of candidates that share a division.
 
         Args:
             division: which axes divide which dims on the devices of a stage.
@@ -192,14 +198,14 @@ class Staged:
 
         Args:
             division: which axes divide which dims.
-            points: the point (mesh and number of microbatches) of each candidate.
+            points: index of each candidate's point (mesh and number of microbatches).
             zero: ZeRO level of each candidate.
             num: the number of stages of each candidate.
 
         Returns:
-            Seconds by `STAGE_SCALES`, without sends; float [points, parts, 6]. And
-            seconds of collectives of gradients and parameters by `LINK_SCALES`; float
-            [points, parts, 2].
+            Seconds by kind of work (`STAGE_SCALES`), without sends; float [candidates,
+            parts, 6]. And seconds of collectives of gradients and parameters, on fast
+            links and on networks (`LINK_SCALES`); float [candidates, parts, 2].
         """
         ways = self._prices.priced_ops(division)
         staged = (num > 1).any()
@@ -258,11 +264,12 @@ class Staged:
             alone: seconds of collectives that are sent one by one, by part of the model
                 (position in `PARTS`) and mesh axes.
             together: bytes of combined collectives, by part of the model.
-            points: the point (mesh and number of microbatches) of each candidate.
+            points: index of each candidate's point (mesh and number of microbatches).
             zero: ZeRO level of each candidate.
 
         Returns:
-            Seconds by part and by `LINK_SCALES`; float [points, parts, 2].
+            Seconds by part of the model, on fast links and on networks (`LINK_SCALES`);
+            float [candidates, parts, 2].
         """
         found = np.zeros((len(points), 3, 2))
         for (part, axes), total in alone.items():
@@ -286,8 +293,15 @@ class Staged:
     ) -> np.ndarray:
         """Computes the seconds per step of all-gathers of parameters that ZeRO divides.
 
-        The seconds are by part of the model (`PARTS`) and by `LINK_SCALES`; float
-        [points, parts, 2].
+        The seconds are by part of the model (`PARTS`: before the layers, layers, after
+        them), on fast links and on networks (`LINK_SCALES`); float [candidates, parts,
+        2].
+
+        Args:
+            division: which axes divide which dims.
+            points: index of each candidate's point (mesh and number of microbatches).
+            zero: ZeRO level of each candidate.
+            num: the number of stages of each candidate.
         """
         found = np.zeros((len(points), 2))
         for level in np.unique(zero).tolist():
@@ -307,7 +321,8 @@ class Staged:
     ) -> np.ndarray:
         """Computes the seconds per step of bundles (combined collectives).
 
-        The seconds are by `LINK_SCALES`; float [points, 2].
+        The seconds are on fast links and on networks (`LINK_SCALES`); float [points,
+        2].
 
         Args:
             bundles: the bytes of each bundle each time it is sent.
@@ -328,10 +343,16 @@ class Staged:
     def _by_link(
         self, axes: Axes, points: np.ndarray, seconds: np.ndarray
     ) -> np.ndarray:
-        """Assigns seconds of collectives to a kind of link; float [points, 2].
+        """Splits seconds of collectives by kind of link; float [points, 2].
 
-        The columns are `LINK_SCALES`. At points where a collective over `axes` uses a
-        network link, its seconds are in the second column, else in the first.
+        The columns (`LINK_SCALES`) are fast links, such as NVLink, and networks. At
+        points where a collective over `axes` uses a network, its seconds are in the
+        second column, else in the first.
+
+        Args:
+            axes: the axes of the collectives.
+            points: indices of points (meshes with a number of microbatches).
+            seconds: seconds of the collectives at each of these points.
         """
         of, groups = self._columns.lies(axes)
         kinds = np.array([link.kind in NETWORKS for link in groups.links], bool)
@@ -341,8 +362,12 @@ class Staged:
     def _parts_of(self, ways: Sequence[PricedOp]) -> list[tuple[float, ...]]:
         """Computes which share of each group of operators each part of the model has.
 
-        The parts are those of `PARTS`. The shares are by executions; for cheap
-        operators, which kernels fuse, by bytes.
+        The parts (`PARTS`) are the operators before the layers, the layers, and the
+        operators after them. The shares are by executions; for cheap operators, which
+        kernels fuse, by bytes.
+
+        Args:
+            ways: the groups of operators, with their prices.
         """
         graph, parts = self._question.graph, self._layers.parts
         found: list[tuple[float, ...]] = []
@@ -365,6 +390,10 @@ class Staged:
 
         The seconds are those of kernels that read the gradients of all parameters, and
         read and write their sums; float [points].
+
+        Args:
+            division: which axes divide which dims.
+            points: indices of points (meshes with a number of microbatches).
         """
         held = self._resting.num_bytes("parameter", division, False).at(points)
         moved = held / ITEM_BYTES * (ITEM_BYTES + 2 * self._software.sum_bytes)
@@ -376,8 +405,13 @@ class Staged:
         """Computes the seconds per step to reduce gradients of shared parameters.
 
         These are parameters that the first and the last stage both read, such as an
-        embedding that is also the head. The seconds are by `LINK_SCALES`; float
-        [rows, 2].
+        embedding that is also the head. The seconds are on fast links and on networks
+        (`LINK_SCALES`); float [rows, 2].
+
+        Args:
+            division: which axes divide which dims on the devices of a stage.
+            space: the candidates.
+            rows: indices of the candidates to price.
         """
         found = np.zeros((len(rows), 2))
         graph, pool = self._question.graph, self._columns.pool
@@ -404,8 +438,8 @@ class Staged:
     def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
         """Computes the seconds per step of a stage's sends; float [points].
 
-        A point is a mesh and a number of microbatches. The seconds are for one chunk
-        (group of layers) per stage.
+        A point is a mesh and a number of microbatches. The seconds are for one virtual
+        stage (group of layers) per stage.
         """
         messages = [
             Message(sent=one, repeats=((MICRO,),))
@@ -420,8 +454,9 @@ class Staged:
     def _held(self) -> np.ndarray:
         """The share of parameter bytes that each part of the model reads; [parts].
 
-        The parts are those of `PARTS`. A parameter that several parts read counts for
-        each of them.
+        The parts (`PARTS`) are the operators before the layers, the layers, and the
+        operators after them. A parameter that several parts read counts for each of
+        them.
         """
         graph, found = self._question.graph, dict.fromkeys(PARTS, 0)
         total = 0

@@ -74,8 +74,9 @@ class Columns:
     """The points of a space: its distinct pairs of mesh (with order) and microbatches.
 
     For a given division of dims by axes, the work of a device in forward, backward and
-    update depends on the point alone. A new knob that changes the work of operators
-    becomes one more column here. `search` adds the effects of all other knobs.
+    update depends on the point alone. If a new setting of plans changes the work of
+    operators, it becomes one more column here. `search` adds the effects of all other
+    settings.
     """
 
     def __init__(self, pool: Pool, space: Space) -> None:
@@ -117,14 +118,17 @@ class Columns:
         return self._parts[axes]
 
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """Finds the distinct device groups along some axes, and each point's group.
+        """Finds the devices that communicate along some axes, for each point.
 
-        A device group has the devices that communicate in a collective over the axes,
-        given by the number of its members on each level of the fabric. A point is a
-        mesh and a number of microbatches.
+        A point is a mesh and a number of microbatches. The devices of a collective over
+        the axes (a group) are given by the number of members on each level of the
+        fabric.
+
+        Args:
+            axes: the axes of the collective.
 
         Returns:
-            Indices of groups, int [points]; and the distinct groups.
+            The index of each point's group, int [points]; and the distinct groups.
         """
         if axes not in self._lies:
             of, groups = self._groups(axes)
@@ -133,6 +137,9 @@ class Columns:
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
         """Finds the device groups along each of several sets of axes (`lies`).
+
+        Args:
+            several: the sets of axes; not empty.
 
         Returns:
             For each set, the index of each point's group, int [points]; and the groups
@@ -150,9 +157,10 @@ class Columns:
         return self._all_lie[key]
 
     def _groups(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """Finds the distinct device groups along some axes, and each mesh's group.
+        """Finds the device groups of a collective over some axes, for each mesh.
 
-        As `lies`, but the indices are one per mesh, not one per point.
+        As `lies`, but the indices are one per mesh, not one per point (mesh and number
+        of microbatches).
         """
         levels = tuple(level.size for level in self.pool.levels)
         sizes = np.ones((len(self._meshes), len(levels)))
@@ -180,8 +188,9 @@ class Columns:
     def sending(self, axes: Axes, divisors: Iterable[Axes]) -> Cases:
         """Partitions the points (meshes with a number of microbatches) into cases.
 
-        All points of a case have the same device group along `axes`, and the same
-        product of the sizes of each set of axes in `divisors`.
+        All points of a case have the same product of the sizes of each set of axes in
+        `divisors`, and devices that communicate over `axes` lie alike on the fabric
+        (`lies`).
         """
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
@@ -224,11 +233,11 @@ class Total:
         self.tables: dict[Cases, np.ndarray] = {}
 
     def add(self, cases: Cases, values: np.ndarray) -> None:
-        """Adds a table: each point's sum grows by the number of the point's case.
+        """Adds a table: each point's sum grows by the value of the point's case.
 
         Args:
             cases: a partition of the points into cases.
-            values: the number of each case.
+            values: the value of each case.
         """
         known = self.tables.get(cases)
         self.tables[cases] = values if known is None else known + values
@@ -293,13 +302,13 @@ Repeats = tuple[Axes, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A collective to be priced."""
+    """A collective to be priced, and how often it is sent in a step (`repeats`)."""
 
     sent: CollectiveOp
     repeats: Repeats
     meets: bool = True
-    """Whether sync skew (`cost.sync_skews_s`) is added here; otherwise the price of the
-    collective's bundle has the sync skew."""
+    """Whether the price includes sync skew (`cost.sync_skews_s`: the time that devices
+    wait for each other). Otherwise the price of the collective's bundle includes it."""
     ahead: bool = False
     """Whether the collective depends on no computation; computation then hides a part
     of its time."""
@@ -308,12 +317,16 @@ class Message:
 class Rates:
     """A cache that computes the seconds of operators and collectives for each point.
 
-    A point is a mesh and a number of microbatches, an entry of `columns`.
-    Programs with different remat policies can share one object.
+    A point is a mesh and a number of microbatches, an entry of `columns`. Programs with
+    different remat policies can share one object.
     """
 
     def __init__(self, columns: Columns) -> None:
-        """Starts with an empty cache."""
+        """Starts with an empty cache.
+
+        Args:
+            columns: the points (meshes with a number of microbatches) to price at.
+        """
         self.columns = columns
         self._computing: dict[Hashable, Table] = {}
         self._sending: dict[Message, Table] = {}
@@ -324,6 +337,10 @@ class Rates:
 
         The result has a partition of the points (meshes with a number of microbatches)
         into cases, and the number of repeats for each case.
+
+        Args:
+            repeats: the axes: `((MICRO,),)` for work of each microbatch, () for work
+                that is done once.
         """
         cases = self.columns.divided(repeats)
         times = np.ones(len(cases.first))
@@ -350,8 +367,8 @@ class Rates:
             graph: the program with the operator.
             key: cache key; equal keys and operation counts mean equal work.
             done: the work of the operator.
-            cold: whether the operator's bytes were not used recently; see
-                `computing_s`.
+            cold: whether the operator reads bytes that are not in a cache of the
+                device; see `computing_s`.
             moved: bytes that kernels move per byte of operands and results.
         """
         one = done.operator
@@ -374,10 +391,10 @@ class Rates:
         return self._computing[key]
 
     def sending(self, asked: Sequence[Message]) -> list[Table]:
-        """Computes the seconds of each collective, with its repeats by microbatches.
+        """Computes the seconds of each collective, sent once or once per microbatch.
 
-        Each result has a partition of the points (meshes with a number of microbatches)
-        into cases, and the seconds for each case.
+        `Message.repeats` says which. Each result has a partition of the points (meshes
+        with a number of microbatches) into cases, and the seconds for each case.
         """
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
@@ -446,8 +463,9 @@ class Rates:
     def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
         """Computes the seconds per step of each bundle at its points (`together_s`).
 
-        A bundle is a set of collectives that the compiler may combine.
-        All bundles of one kind of collective are priced at once.
+        A bundle is a set of collectives that the compiler may combine, a point a mesh
+        and a number of microbatches. All bundles of one kind of collective are priced
+        at once.
         """
         columns, platform = self.columns, self.columns.pool.device.platform
         found = [np.zeros(0)] * len(joined)
@@ -479,6 +497,10 @@ class Rates:
 
         If two bundles join (`Bundle.joins`) and use the same axes at a point, the first
         bundle gets the bytes of both at this point, and the second bundle gets 0.
+
+        Args:
+            together: the bytes of each bundle each time it is sent.
+            points: indices of points (meshes with a number of microbatches).
         """
         found: list[tuple[_Joined, np.ndarray]] = []
         for one, total in together.items():
@@ -495,7 +517,11 @@ class Rates:
         return [joined for joined, _ in found]
 
     def _used(self, names: Axes) -> np.ndarray:
-        """Returns bit masks of the axes in `names` larger than one; int [points]."""
+        """Returns which axes are larger than one, a bit mask per point; int [points].
+
+        Args:
+            names: the axes that count.
+        """
         if names not in self._axes_used:
             used = np.zeros(len(self.columns), np.int64)
             for axis in names:
@@ -507,7 +533,8 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Joined:
-    """The bytes of a bundle each time it is sent, at given points."""
+    """The bytes of a bundle (combined collectives) each time it is sent, at given
+    points."""
 
     bundle: Bundle
     points: np.ndarray
@@ -515,9 +542,10 @@ class _Joined:
 
 
 def repeats_of(done: OperatorWork) -> Repeats:
-    """Returns the axes over which an operator is repeated in a step.
+    """Returns how often an operator runs in a step, as the axes that repeat it.
 
-    Returns `((MICRO,),)` if microbatches divide the operator's work, else ().
+    These are `((MICRO,),)`, once per microbatch, if microbatches divide the operator's
+    work, else (), once.
     """
     return ((MICRO,),) if MICRO in done.divided_by else ()
 
@@ -527,22 +555,26 @@ def repeats_of(done: OperatorWork) -> Repeats:
 
 
 GroupKey = tuple[int, PatternKey]
-"""Number of a group of operators, and its `PatternKey` under a division."""
+"""Index of a group in `Workload.groups`, and its `PatternKey` under a division."""
 
 _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
 
 def works_of(question: Workload) -> "Works":
-    """Returns the `Works` of a workload, the same object on every call."""
+    """Returns the object that computes the work of a workload's operators.
+
+    It is the same object on every call, so that its cache is shared.
+    """
     if question not in _KNOWN:
         _KNOWN[question] = Works(question)
     return _KNOWN[question]
 
 
 class Works:
-    """The work of a device in each group of operators of a workload.
+    """The work of a device in each group of operators (`Workload.groups`).
 
-    Caches the work by division: which mesh axes divide which dims.
+    Caches the work by division: which mesh axes divide which dims. Groups are given by
+    their index.
     """
 
     def __init__(self, question: Workload) -> None:
@@ -553,28 +585,40 @@ class Works:
         self._known: dict[GroupKey, OperatorWork] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
-        """Returns the dims of the operator of the group with the given number.
+        """Returns the dims of the operator of a group.
 
         Operators of equal layers have the same dims.
+
+        Args:
+            number: the index of the group in `Workload.groups`.
         """
         return self._instances[number].dims
 
     def key(self, number: int, division: ShardingAssignment) -> GroupKey:
-        """Returns the cache key of the work of the group with the given number.
+        """Returns the cache key of a group's work; equal keys mean equal work.
 
-        Equal keys mean equal work.
+        Args:
+            number: the index of the group in `Workload.groups`.
+            division: which mesh axes divide which dims.
         """
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
-        """Returns a key that is equal for groups with equal patterns and divisions.
+        """Returns a key that is equal for groups of like operators, divided alike.
 
         Groups with equal keys may still have other dims and numbers of operations.
+
+        Args:
+            key: a group under a division (`key`).
         """
         return self._instances[key[0]].pattern, key[1]
 
     def at(self, key: GroupKey) -> OperatorWork:
-        """Returns the work of one execution of a group's operator."""
+        """Returns the work of a device in one execution of a group's operator.
+
+        Args:
+            key: a group under a division (`key`).
+        """
         if key not in self._known:
             self._known[key] = self._instances[key[0]].work(key[1])
         return self._known[key]
@@ -600,13 +644,13 @@ class PricedOp:
     computing: Table
     """Seconds per step that each device computes the operators."""
     sending: tuple[Table, ...]
-    """Seconds per step of each collective, as if sent alone; without sync skew if it
-    has a bundle."""
+    """Seconds per step of each collective, as if sent alone. Without sync skew (devices
+    wait for each other) if the collective has a bundle."""
     starts: Table
     """The number of operators launched in a step; 0 if they are fused into others."""
     bundles: tuple[tuple[Bundle, Table] | None, ...]
-    """For each collective, its bundle and the bytes of the collective each time the
-    bundle is sent; None if the collective is sent alone."""
+    """For each collective, the bundle (collectives that may be combined) with which it
+    is sent, and its bytes each time the bundle is sent; None if it is sent alone."""
 
     @property
     def seconds(self) -> tuple[Table, ...]:
@@ -625,7 +669,7 @@ class Prices:
 
         Args:
             question: the workload.
-            rates: rates on the columns.
+            rates: the cache of seconds, with the points to price at.
         """
         self.question, self.rates, self.columns = question, rates, rates.columns
         self.works = works_of(question)
@@ -642,8 +686,8 @@ class Prices:
         """Prices several groups of operators; returns one `PricedOp` for each.
 
         Args:
-            asked: pairs of the number of a group and a division (which axes divide
-                which dims).
+            asked: pairs of a group's index in `Workload.groups` and a division (which
+                axes divide which dims).
         """
         keys = [self.works.key(number, division) for number, division in asked]
         new = [key for key in dict.fromkeys(keys) if key not in self._ways]
@@ -711,8 +755,9 @@ class Prices:
     ) -> tuple[Bundle, Table] | None:
         """Finds the bundle of a group's collective, and the collective's bytes in it.
 
-        Returns None if the collective is sent alone. The bytes are those of all the
-        group's operators each time the bundle is sent, for each case of `cases`.
+        A bundle has collectives that the compiler may combine. Returns None if the
+        collective is sent alone. The bytes are those of all the group's operators each
+        time the bundle is sent, for each case of `cases`.
         """
         found = self._bundle(group, done, sent)
         if found is None:
@@ -738,6 +783,13 @@ def bundle_of(
     Software that sums first (`Software.sums_first`) sends all-reduces of gradients once
     a step. From ZeRO level 2, it sends a reduce-scatter of the gradients of each
     microbatch.
+
+    Args:
+        platform: the platform of the devices, such as `cuda`.
+        group: the group of operators.
+        done: the work of a device in the group's operator.
+        sent: one of the operator's collectives.
+        software: the software that runs the step.
     """
     if not group.last:
         return None
@@ -773,7 +825,7 @@ class Sums:
 
 
 def sum_prices(ways: Iterable[PricedOp]) -> Sums:
-    """Adds up the prices of a program's operators into `Sums`.
+    """Adds up the prices of a program's groups of operators.
 
     Operators of the update count as `optimizer`, all others as `compute`. Collectives
     count as `sending`, as `together`, or as both (see `Sums`).

@@ -39,16 +39,20 @@ class Priced:
     division: np.ndarray
     """Position in `divisions` of each candidate's division; int [candidates]."""
     idle: np.ndarray
-    """Whether a candidate has an axis that divides almost no matmul or convolution
-    (`search.NEARLY_NONE`), so that some devices repeat the work of others; bool
-    [candidates]."""
+    """Whether a candidate has an axis that divides almost none (`search.NEARLY_NONE`)
+    of the work of matmuls, convolutions and kernels, so that some devices repeat the
+    work of others; bool [candidates]."""
     host: np.ndarray
     """Bytes of host memory that each device needs; [candidates]."""
     host_capacity: int
     capacity: int
 
     def division_of(self, at: int) -> ShardingAssignment:
-        """Returns the division of a candidate: which axes divide which dims."""
+        """Returns which mesh axes divide which dims in a candidate.
+
+        Args:
+            at: the index of the candidate.
+        """
         return self.divisions[self.division[at]]
 
     def where(self, rows: np.ndarray) -> "Priced":
@@ -77,7 +81,10 @@ class Priced:
 
     @cached_property
     def worth_s(self) -> np.ndarray:
-        """Seconds by which candidates are ranked: `step_s`, times `IDLE` if idle."""
+        """Seconds by which candidates are ranked; float [candidates].
+
+        These are `step_s`, for candidates with redundant work (`idle`) times `IDLE`.
+        """
         return np.where(self.idle, IDLE * self.step_s, self.step_s)
 
     @cached_property
@@ -96,8 +103,8 @@ class Priced:
         """Positions of the candidates, best first; int [candidates].
 
         Candidates that fit are first, by `worth_s`. Candidates that do not fit follow
-        by their bytes, ascending, with idle candidates last. Equal candidates are
-        ordered by bytes, then by microbatches, then as in the space.
+        by their bytes, ascending, with `idle` candidates last. Equal candidates are
+        ordered by bytes, then by the number of microbatches, then as in `space`.
         """
         first = np.where(self.fits, self.worth_s, self.memory_bytes)
         keys = (

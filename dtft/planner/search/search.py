@@ -4,10 +4,11 @@ For each mesh and number of microbatches, the dims that `tensor` divides are sel
 an exact solver, but as if each collective were sent separately, without overlap with
 computation. The prices then include combined collectives and overlap.
 
-To add a knob, first add its values to `enumerate_space`. An axis that divides examples,
-positions or other dims is placed in `_base`. A knob that changes the work of
-operators on a device becomes a column of `Columns`. A knob that changes only which
-arrays are kept, gathered or updated is read from the space in `_terms` and `_memory`.
+To add a knob (a setting of plans), first add its values to `enumerate_space`. An axis
+that divides examples, positions or other dims is placed in `_base`. A knob that changes
+the work of operators on a device becomes a column of `Columns`. A knob that changes
+only which arrays are kept, gathered or updated is read from the space in `_terms` and
+`_memory`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,13 +69,14 @@ def sending_s(
 
     Counts the collectives of operators and the all-gathers of parameters, but not the
     sends between pipeline stages. For all-gathers sent one by one ahead of computation,
-    the share that computation hides (`Link.ahead`) is already left out.
-    `cost.added_s` takes the overlap into account.
+    the share that computation hides (`Link.ahead`) is already left out. `cost.added_s`
+    takes the overlap into account.
 
     Args:
         resting: prices of the gathers of parameters that ZeRO divides.
-        parts: divisions with their candidates.
-        sums: totals of the operators of each division.
+        parts: divisions (which axes divide which dims), each with the indices of its
+            candidates.
+        sums: totals of the operators under each of these divisions.
         zero: ZeRO level of each candidate.
 
     Returns:
@@ -100,14 +102,14 @@ def sending_s(
 
 
 NEARLY_NONE = 0.01
-"""Least share of the operations of matmuls and convolutions that an axis must divide;
-candidates with an axis below this share count as idle."""
+"""Least share of the operations of matmuls, convolutions and kernels that an axis must
+divide; candidates with an axis below this share count as idle."""
 
 
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
-    """Makes the `MemoryFloor` of a workload's state on the devices of a pool.
+    """Makes the lower bound of the bytes that a workload's state takes on each device.
 
-    Gradients count as 0 bytes.
+    The bound leaves out gradients, and the share of memory that plans leave free.
     """
     graph = question.graph
 
@@ -204,15 +206,15 @@ class PlanSearch:
           that fits is never the best.)
         * It fits without its optimizer state.
         * Its step takes less than `best_s` before offload.
-        * It is not idle (`Priced.idle`).
+        * None of its devices repeats the work of others (`Priced.idle`).
 
         Returns `priced` itself if no candidate is copied, or if the pool has no link to
         the host.
 
         Args:
             priced: candidates priced by this search.
-            best_s: `Priced.worth_s` of the best candidate that fits; infinity if no
-                candidate fits.
+            best_s: seconds by which the best candidate that fits is ranked
+                (`Priced.worth_s`); infinity if none fits.
         """
         lean = priced.memory_bytes - priced.memory["optimizer"] <= priced.capacity
         worth = lean & ~priced.fits & ~priced.idle & (priced.step_s < best_s)
@@ -229,7 +231,11 @@ class PlanSearch:
     def works(
         self, division: ShardingAssignment
     ) -> tuple[tuple[OpGroup, OperatorWork], ...]:
-        """Returns the groups of operators, each with its work under a division."""
+        """Returns each group of operators, with the work of a device in its operator.
+
+        Args:
+            division: which mesh axes divide which dims.
+        """
         known = works_of(self.question)
         return tuple(
             (group, known.at(known.key(number, division)))
@@ -239,7 +245,7 @@ class PlanSearch:
     def moved(
         self, division: ShardingAssignment, mesh: Mapping[str, int], zero: int
     ) -> list[Moved]:
-        """Returns the all-gathers of the parameters that ZeRO divides.
+        """Returns the all-gathers of a step that gather the parameters ZeRO divides.
 
         Args:
             division: which axes divide which dims while computing.
@@ -266,10 +272,10 @@ class PlanSearch:
         mesh: Mapping[str, int],
         divides: bool,
     ) -> tuple[StateArray, ...]:
-        """Returns the arrays of a role, with their divisions in use and between uses.
+        """Returns the arrays of a role, with their specs in use and between uses.
 
         Args:
-            role: the role of the arrays.
+            role: which arrays: parameters, optimizer state or batch.
             division: which axes divide which dims while computing.
             mesh: sizes of the axes.
             divides: whether `fsdp` divides the arrays between uses.
@@ -282,7 +288,8 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Returns which dims each axis divides, except for `tensor` and `stage`."""
+        """Returns which dims each axis divides, except for the axes `tensor` and
+        `stage`."""
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
@@ -301,7 +308,7 @@ class PlanSearch:
     def _layouts(
         self, prices: Prices, space: Space
     ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-        """Selects for each candidate the dims that `tensor` divides at least cost.
+        """Selects for each candidate the dims that `tensor` divides, by least seconds.
 
         Returns each distinct division (which axes divide which dims) with the indices
         of its candidates.
@@ -314,7 +321,7 @@ class PlanSearch:
         return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
 
     def _with_positions(self, division: ShardingAssignment) -> ShardingAssignment:
-        """Returns a division in which `tensor` divides positions too.
+        """Returns a division in which `tensor` divides positions (of tokens) too.
 
         `tensor` divides the positions of an array only if it divides no other dim of
         the array (`Software.splits_positions`).
@@ -334,22 +341,28 @@ class PlanSearch:
         return replace(division, axes=axes, first=first)
 
     def _staged(self, resting: Resting, space: Space) -> Staged | None:
-        """Returns the prices by pipeline stage, or None if they are not needed.
+        """Returns the prices of candidates with pipeline stages; None if not needed.
 
         They are needed if a candidate has several stages or the software is not XLA.
+
+        Args:
+            resting: prices of the operators and of the arrays that ZeRO divides.
+            space: the candidates.
         """
         if (space.columns["stage"] > 1).any() or self.question.software != XLA:
             return Staged(resting)
         return None
 
     def _priced(self, space: Space) -> tuple[Prices, Resting, Staged]:
-        """Returns the prices of operators, of state, and by pipeline stage."""
+        """Prices operators, state and pipeline stages for the meshes of a space."""
         prices = Prices(self.question, Rates(Columns(self.pool, space)))
         resting = Resting(prices)
         return prices, resting, Staged(resting)
 
     def step_cost(self, space: Space, stage_layers: tuple[int, ...] = ()) -> StepCost:
-        """Computes the `StepCost` of every candidate: seconds that scalars multiply.
+        """Computes the base seconds of every candidate, which scalars multiply.
+
+        Base seconds are those by the catalog's figures of devices and links.
 
         Args:
             space: the candidates.
@@ -369,7 +382,8 @@ class PlanSearch:
     ) -> dict[str, np.ndarray]:
         """Computes the bytes on a device of every candidate, by term.
 
-        The terms are those of `ranking.MEMORY`, without the reserve.
+        The terms are those of `ranking.MEMORY`, without `reserve`, the share of a
+        device's memory that plans leave free.
 
         Args:
             space: the candidates.
@@ -389,8 +403,9 @@ class PlanSearch:
     ) -> Iterator[dict[str, np.ndarray]]:
         """Yields for each part (a division and its candidates) the seconds by term.
 
-        Unlike `_terms`, covers pipeline stages and software other than XLA, and has the
-        term `bubble`.
+        A division says which axes divide which dims. Unlike `_terms`, covers pipeline
+        stages and software other than XLA, and has the term `bubble` (waiting for other
+        stages).
         """
         for division, rows in parts:
             found = staged.cost(division, space, rows).terms(Scales().vector())
@@ -407,8 +422,9 @@ class PlanSearch:
     ) -> Iterator[dict[str, np.ndarray]]:
         """Yields for each part (a division and its candidates) the seconds by term.
 
-        The terms are compute, collectives, optimizer and launch. Each has the seconds
-        per step of the part's candidates.
+        A division says which axes divide which dims. The terms are compute,
+        collectives, optimizer and launch. Each has the seconds per step of the part's
+        candidates.
         """
         ways = resting.prices.priced_ops
         sums = [price_table.sum_prices(ways(division)) for division, _ in parts]
@@ -436,6 +452,12 @@ class PlanSearch:
         """Computes bytes on a device by term, for candidates that share one division.
 
         The terms are parameters, optimizer, batch, activations and gradients.
+
+        Args:
+            resting: bytes of the workload's arrays, for the meshes of the candidates.
+            division: which axes divide which dims while computing.
+            space: the candidates.
+            rows: indices of the candidates that share the division.
         """
         columns = resting.prices.columns
         points, zero = columns.of[rows], space.columns["zero"][rows]
@@ -453,10 +475,13 @@ class PlanSearch:
 
 
 def _busy(ways: Sequence[PricedOp]) -> set[str]:
-    """Returns the axes that divide a share of `NEARLY_NONE` or more of all products.
+    """Returns the axes that divide at least `NEARLY_NONE` of the work of a program.
 
-    Products are matmuls and convolutions; the share is of their operations. If the
-    program has no products, all operators count.
+    The work is the operations of matmuls, convolutions and kernels such as attention.
+    If the program has none of these, all operators count.
+
+    Args:
+        ways: the program's groups of operators, with their prices.
     """
     heavy = [way for way in ways if way.group.operator.kind in PRODUCTS] or ways
     shares: dict[str, float] = {}
@@ -471,10 +496,17 @@ def _busy(ways: Sequence[PricedOp]) -> set[str]:
 def _with_sums(
     resting: Resting, layout: ShardingAssignment, space: Space, rows: np.ndarray
 ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-    """Splits candidates of one layout (division of dims) by how gradients are divided.
+    """Splits candidates that share a division by how their gradients are divided.
 
     From ZeRO level 2, gradients are divided as level 3 divides their parameters.
-    Returns each distinct division with the indices of its candidates.
+    Returns each distinct division (which axes divide which dims) with the indices of
+    its candidates.
+
+    Args:
+        resting: bytes of the workload's arrays, for the meshes of the candidates.
+        layout: the division that the candidates share while they compute.
+        space: the candidates.
+        rows: indices of the candidates that share the division.
     """
     divided = space.columns["zero"][rows] >= 2
     found = [(layout, rows[~divided])]

@@ -29,7 +29,7 @@ from dtft.planner.search.elimination import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pruned:
-    """A problem after pruning."""
+    """A problem without its dominated values (`prune`)."""
 
     problem: CostProblem
     """The problem with the values that stay, renumbered."""
@@ -80,8 +80,8 @@ def prune(problem: CostProblem) -> Pruned:
 
 
 def _by_value(costs: np.ndarray, place: int) -> np.ndarray:
-    """Returns costs as a matrix: a row for each value of one variable, a column for
-    each combination of the other variables' values."""
+    """Returns costs as a matrix: a row for each value of the variable at position
+    `place`, a column for each combination of the other variables' values."""
     return np.moveaxis(costs, place, 0).reshape(costs.shape[place], -1)
 
 
@@ -89,7 +89,8 @@ def _undominated(tables: Sequence[np.ndarray], num_values: int) -> np.ndarray:
     """Returns the values of a variable that `prune` keeps, ascending.
 
     Args:
-        tables: costs by factor, with one row for each value.
+        tables: costs of each factor with the variable, as a matrix with one row for
+            each value.
         num_values: the number of values.
     """
     # [a, b]: a is never worse than b.
@@ -126,8 +127,8 @@ class Assignment:
     """Values of the variables, in the order of `CostProblem.sizes`."""
     cost: float
     method: Literal["elimination", "mixed-integer", "descent"]
-    """`descent`: the mixed-integer program ran out of time, and coordinate descent
-    found a cheaper assignment than the program."""
+    """How the assignment was found. `descent`: the mixed-integer program ran out of
+    time, and coordinate descent found a cheaper assignment than the program."""
     bound: float
     """A lower bound of the cost of any assignment. Equals `cost` if the assignment is
     proven to be optimal. A mixed-integer program proves optimality to HiGHS's
@@ -239,6 +240,12 @@ def _each(
 
     Runs one elimination for all these values. Raises ValueError if, for any of these
     values, every assignment is forbidden.
+
+    Args:
+        problem: the problem to minimise.
+        given: the variable whose values are all kept.
+        values: the range of its values.
+        order: the order in which to eliminate the other variables.
     """
     part = _at(problem, given, values)
     tables = [(factor.variables, factor.costs) for factor in part.factors]
@@ -291,10 +298,16 @@ def _programmed(problem: CostProblem, deadline_s: float) -> Assignment:
 def _cut_short(
     problem: CostProblem, found: tuple[int, ...] | None, bound: float, deadline_s: float
 ) -> Assignment:
-    """Returns an assignment after HiGHS ended without a proven optimum.
+    """Returns the best known assignment after HiGHS ended without a proven optimum.
 
-    Returns the cheaper of a local optimum (`_descended`) and the assignment that HiGHS
+    This is the cheaper of a local optimum (`_descended`) and the assignment that HiGHS
     found. Raises TimeoutError if both are forbidden.
+
+    Args:
+        problem: the problem to minimise.
+        found: the assignment that HiGHS found, if any.
+        bound: a lower bound of the cost.
+        deadline_s: the time that HiGHS had, for the error.
     """
     values, method = _descended(problem), "descent"
     if found is not None and problem.cost(found) <= problem.cost(values):
@@ -377,7 +390,7 @@ def _conflict(problem: CostProblem) -> list[Factor]:
 def _allow(
     factors: Sequence[Factor], sizes: Sequence[int], order: Sequence[int]
 ) -> bool:
-    """Returns whether the factors allow an assignment: none of their costs is +inf.
+    """Returns whether any assignment has a cost below +inf by all of the factors.
 
     Args:
         factors: the factors.

@@ -1,7 +1,8 @@
-"""The space of candidates as columns (mesh, order on the fabric, knobs).
+"""The space of candidates as columns: meshes, orders of axes on the fabric, and knobs.
 
-Also declares which knobs can be run. `CAPABILITIES` lists the knobs that each entry
-point and backend runs. Only a what-if search also prices other knobs. The code that
+A knob is a setting of a plan beside the mesh, such as the ZeRO level. `CAPABILITIES`
+declares which knobs can be run: those of each entry (`dtft.plan` with `step=` or
+`loss=`) on each backend. Only a what-if search also prices other knobs. The code that
 runs a plan checks the plan against `CAPABILITIES`.
 """
 
@@ -22,7 +23,11 @@ Backend = Literal["cpu", "gpu", "tpu"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """The knobs that one entry point runs on one backend."""
+    """The knobs that can be run with one entry on one backend.
+
+    A knob is a setting of a plan, such as the ZeRO level. The entries are `dtft.plan`
+    with `step=` and with `loss=`.
+    """
 
     axes: frozenset[str]
     """Mesh axes that may be larger than 1."""
@@ -62,10 +67,11 @@ CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
     ("loss", "gpu"): _LOSS,
     ("loss", "tpu"): _LOSS,
 }
-"""The knobs that each entry point runs on each backend.
+"""The knobs (settings of a plan) that can be run with each entry on each backend.
 
-No backend runs the axis `stage`: entry points accept any step or loss, whose layers are
-not declared. The mesh of a training config can have the axis (`parallel/pipeline.py`).
+The entries are `dtft.plan` with `step=` and with `loss=`. The axis `stage` can be run
+with none: they accept any step or loss, whose layers are not declared. The mesh of a
+training config can have the axis (`parallel/pipeline.py`).
 """
 
 PLATFORMS: Mapping[str, Backend] = {
@@ -75,10 +81,11 @@ PLATFORMS: Mapping[str, Backend] = {
 
 
 def everything(rematerializes: bool) -> Capabilities:
-    """Returns all knobs that can be priced, including knobs that no entry point runs.
+    """Returns all knobs that can be priced, including knobs that cannot be run.
 
     Args:
-        rematerializes: whether rematerialized programs can be traced.
+        rematerializes: whether rematerialized programs can be traced; without, "none"
+            is the only remat policy.
     """
     return Capabilities(
         axes=frozenset(AXES),
@@ -92,9 +99,16 @@ def everything(rematerializes: bool) -> Capabilities:
 def unsupported(
     entry: Entry, backend: Backend, mesh: Mapping[str, int], knobs: Knobs
 ) -> tuple[str, ...]:
-    """Returns a text for each knob of a plan that an entry point cannot run.
+    """Returns a text for each setting of a plan that cannot be run.
 
-    Returns () if the entry point can run the plan on this backend.
+    Returns () if the whole plan can be run with this entry on this backend.
+
+    Args:
+        entry: "step" for plans that run by `Plan.jit`, "loss" for plans that run by
+            `dtft.train.make_step`.
+        backend: JAX's backend.
+        mesh: map from an axis to its size.
+        knobs: the settings beside the mesh.
 
     >>> unsupported("step", "cpu", {"replica": 8}, Knobs(microbatches=4))
     ('microbatches=4: entry step on cpu runs microbatches=1',)
@@ -116,16 +130,17 @@ def unsupported(
 
 
 def check_runnable(plan: Plan, entry: Entry, platform: str) -> None:
-    """Checks that an entry point can run a plan on a platform.
+    """Checks that a plan can be run by the caller's way of running it, on its devices.
 
     Args:
         plan: the plan to run.
-        entry: the entry point that runs the plan.
+        entry: "step" if `Plan.jit` runs the plan, "loss" if `dtft.train.make_step`
+            does.
         platform: JAX's name of the devices' platform.
 
     Raises:
-        ValueError: the plan cannot be run; names the entry point, the platform or every
-            knob that prevents it.
+        ValueError: the plan cannot be run; names the entry, the platform or every knob
+            that prevents it.
     """
     if plan.entry != entry:
         other = {"step": "plan.jit(step)", "loss": "make_step(loss, optimizer, plan)"}
@@ -160,7 +175,10 @@ REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryFloor:
-    """A lower bound of the memory of each device, for any division of the arrays."""
+    """A lower bound of the bytes of state and gradients on each device.
+
+    It holds for every way to divide the arrays among devices.
+    """
 
     parameters: int
     """Bytes of the whole model's parameters."""
@@ -168,7 +186,7 @@ class MemoryFloor:
     optimizer: int
     """Bytes of the whole model's optimizer state."""
     capacity: int
-    """Bytes of a device that are available for this state."""
+    """Bytes of a device that are available for state and gradients."""
 
     def bytes_of(self, sizes: np.ndarray, zero: np.ndarray) -> np.ndarray:
         """Computes a lower bound of the bytes on each device; float [candidates].
@@ -193,13 +211,14 @@ class MemoryFloor:
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The values that each knob of a plan may take."""
+    """The values that a search may give to each axis of the mesh and each setting."""
 
     num_devices: int
     batch: int
     """Samples in a step."""
     divides: Mapping[str, tuple[int, ...]]
-    """Axes to search, each with the array sizes that it must divide; () allows any."""
+    """Map from an axis to search to the array sizes that its size must divide; ()
+    allows any."""
     data_axes: tuple[str, ...] = ("replica", "fsdp")
     """Axes that divide the batch; an axis that is not searched has size one."""
     levels: tuple[int, ...] = ()
@@ -253,7 +272,7 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchCandidate:
-    """One candidate of the space: a mesh and the values of the knobs."""
+    """One candidate of the search: a mesh and the values of the knobs (settings)."""
 
     mesh: Mapping[str, int]
     """Sizes of the axes, slowest-varying (outermost on the fabric) first."""
@@ -262,7 +281,8 @@ class SearchCandidate:
     """Samples in a step; above the requested batch if it had to be rounded up."""
     devices_used: int
     baseline: str
-    """The name of the baseline, an entry of `BASELINES`; '' for no baseline."""
+    """The rule of thumb (an entry of `BASELINES`) that the candidate follows; '' for
+    none."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -320,14 +340,16 @@ class Space:
     def with_chunks(self, num_layers: int, pinned: int | None) -> "Space":
         """Combines each candidate with every number of virtual stages that it allows.
 
-        The product of the stages and the virtual stages must divide the number of
-        layers. With more than one virtual stage, there must also be two or more stages,
-        and the number of stages must divide the number of microbatches. Candidates that
-        allow no number of virtual stages are dropped.
+        Virtual stages are the groups of layers that one pipeline stage runs. The
+        product of the stages and the virtual stages must divide the number of layers.
+        With more than one virtual stage, there must also be two or more stages, and the
+        number of stages must divide the number of microbatches. Candidates that allow
+        no number of virtual stages are dropped.
 
         Args:
-            num_layers: the number of layers of the model; chunks are whole layers.
-            pinned: the only number of virtual stages to combine, if it is pinned.
+            num_layers: the number of layers of the model.
+            pinned: the only number of virtual stages to combine, if the user has fixed
+                it.
         """
         stage, parts = self.columns["stage"], self.columns["microbatches"]
         found = []

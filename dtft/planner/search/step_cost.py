@@ -19,10 +19,11 @@ from dtft.planner.cost import pipeline_s
 
 @dataclass(frozen=True, kw_only=True)
 class Scales:
-    """Factors on the catalog's seconds, one per kind of work or link."""
+    """Factors (scalars) on the catalog's seconds, one per kind of work or link."""
 
     matmul: float = 1.0
-    """Factor on products, beside peak, efficiency and shape factor of the device."""
+    """Factor on matmuls, convolutions and kernels, beside peak, efficiency and shape
+    factor of the device."""
     memory: float = 1.0
     """Factor on seconds of bytes through device memory."""
     launch: float = 1.0
@@ -67,9 +68,9 @@ STEP_TERMS = (
     "matmul", "elementwise", "launch", "tensor", "pipeline", "data", "optimizer",
     "bubble",
 )  # fmt: skip
-"""Terms of a step: products, bytes through memory, kernel launches, collectives of
-activations, sends to the next stage and back, collectives of gradients and parameters,
-the optimizer update, and waiting for other stages."""
+"""Terms of a step: matmuls, convolutions and kernels; bytes through memory; kernel
+launches; collectives of activations; sends to the next stage and back; collectives of
+gradients and parameters; the optimizer update; and waiting for other stages."""
 COLLECTIVE_TERMS = ("tensor", "pipeline", "data")
 """The terms of `STEP_TERMS` that `Accuracy.errors` has as `collectives`."""
 
@@ -78,7 +79,7 @@ def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
     """Sums the terms of a step into `compute` and `collectives`.
 
     `collectives` has the terms in `COLLECTIVE_TERMS`, `compute` all others.
-    `Accuracy.interval_s` has one error for each of these two sums.
+    `Accuracy.errors` has one error for each of these two sums.
 
     >>> terms_of_accuracy({"matmul": 3.0, "data": 0.5, "bubble": 1.0})
     {'compute': 4.0, 'collectives': 0.5}
@@ -99,21 +100,22 @@ class StepCost:
     """
 
     stages: np.ndarray
-    """Base seconds of one microbatch, by scalar (`STAGE_SCALES`): products, bytes,
-    launches, collectives of activations inside and between hosts, and sends; float
-    [rows, kinds, 6]. Stages with equal work are one kind."""
+    """Base seconds of one microbatch, by scalar (`STAGE_SCALES`): matmuls, convolutions
+    and kernels; bytes; launches; collectives of activations on fast links and on
+    networks; and sends. float [rows, kinds, 6]. Stages with equal work are one kind."""
     counts: np.ndarray
     """The number of stages of each kind, [rows, kinds]."""
     behind: np.ndarray
-    """Base seconds of a microbatch's collectives that computation can hide, by
-    `LINK_SCALES`; float [rows, kinds, 2]."""
+    """Base seconds of a microbatch's collectives that computation can hide, on fast
+    links and on networks (`LINK_SCALES`); float [rows, kinds, 2]."""
     state: np.ndarray
     """Base seconds per step of collectives of gradients and parameters that nothing
-    hides, by `LINK_SCALES`; float [rows, 2]."""
+    hides, on fast links and on networks (`LINK_SCALES`); float [rows, 2]."""
     optimizer: np.ndarray
-    """Base seconds of the update, [rows]; `memory` multiplies it."""
+    """Base seconds of the update, [rows]; the scalar `Scales.memory` multiplies it."""
     dispatch: np.ndarray
-    """Base seconds per step to dispatch it, [rows]; `launch` multiplies it."""
+    """Base seconds that the host takes to start a step, [rows]; the scalar
+    `Scales.launch` multiplies them."""
     num_microbatches: np.ndarray
     virtual_stages: np.ndarray
     overlap_slowdown: np.ndarray
@@ -168,7 +170,7 @@ class StepCost:
         """Computes the seconds of a step, the sum of `terms`; float [candidates].
 
         Args:
-            scales: the scalars, in the order of `Scales.names`.
+            scales: factors on the base seconds, in the order of `Scales.names`.
         """
         return np.add.reduce(list(self.terms(scales).values()))
 

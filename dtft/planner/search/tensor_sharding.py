@@ -2,9 +2,9 @@
 
 Writes a program as one cost problem for all points (meshes with a number of
 microbatches). The problem has a variable for the point, one for each dim that can be
-divided, and one table per set of dims of an operator. For each point, `solver`
-minimises the seconds of a step in which no collective is hidden behind computation.
-Equal layers share their variables.
+divided, and one table of seconds for all operators that have the same of these dims.
+For each point, `solver` minimises the seconds of a step in which no collective is
+hidden behind computation. Equal layers share their variables.
 """
 
 import itertools
@@ -69,7 +69,7 @@ class Chooser:
         Args:
             prices: prices of the program's operators.
             base: dims that the other axes divide; `axis` does not divide these dims.
-            axis: the axis to place.
+            axis: the axis whose dims are selected.
         """
         self._prices, self._base, self._axis = prices, base, axis
 
@@ -118,6 +118,9 @@ class Chooser:
 
         Operators are grouped by their dims in `free`. Operators without a dim in `free`
         are left out.
+
+        Args:
+            free: the dims that the axis may divide.
         """
         prices, allowed = self._prices, set(free)
         asked: list[tuple[int, ShardingAssignment]] = []
@@ -138,8 +141,9 @@ class Chooser:
     def _respects(self, tables: Tables) -> Iterable[Cases]:
         """Returns the partitions of the points that determine the costs in the tables.
 
-        A point is a mesh and a number of microbatches. Points that share a case in all
-        of these partitions have equal costs and an equal size of the axis.
+        A point is a mesh and a number of microbatches. Points that are in one case
+        (part) of each of these partitions have equal costs and an equal size of the
+        axis.
         """
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
@@ -148,8 +152,10 @@ class Chooser:
         return found
 
     def _fits(self, dim: int) -> bool:
-        """Whether the axis can divide a dim on some point, and no other axis divides
-        the dim."""
+        """Whether some mesh has a size of the axis that divides a dim evenly.
+
+        Also false if another axis divides the dim.
+        """
         known = self._prices.question.graph.dims[dim]
         parts = np.unique(self._prices.columns.sizes[self._axis]).tolist()
         fits = any(part > 1 and known.divisible_by(part) for part in parts)
@@ -158,7 +164,13 @@ class Chooser:
     def _possible(self, dim: int, variable: int, alike: Cases) -> Factor:
         """Makes a factor that forbids dividing a dim on points that cannot divide it.
 
-        Points on which the axis has size one forbid the division too.
+        Points (meshes with a number of microbatches) on which the axis has size one
+        forbid the division too.
+
+        Args:
+            dim: the dim.
+            variable: the dim's variable in the cost problem.
+            alike: the points, as cases of equal costs; variable 0 selects the case.
         """
         parts = alike.sizes[self._axis]
         fits = parts > 1
@@ -178,8 +190,8 @@ def _costs(
     """Adds up the seconds of operators with the same dims; float [2, ..., 2, cases].
 
     The result has one dim of size 2 (0: undivided, 1: divided) for each dim of the
-    operators. A case is a set of points (meshes with a number of microbatches) of equal
-    costs.
+    operators that the axis may divide. A case is a set of points (meshes with a number
+    of microbatches) of equal costs.
 
     Args:
         choices: map from the choice of divided dims to the operators with their prices.

@@ -66,10 +66,14 @@ def axes_used(
 
 
 def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, float]:
-    """Computes by axis the share of matmul and convolution flops that the axis divides.
+    """Computes which share of the flops of matmuls and convolutions each axis divides.
 
-    An axis that divides nothing is left out. In a program without matmuls and
-    convolutions, the shares are of all flops.
+    Kernels such as attention count too. An axis that divides nothing is left out. In a
+    program without any of these, the shares are of all flops.
+
+    Args:
+        search: the search, with the program.
+        division: which axes divide which dims.
     """
     works = search.works(division)
     heavy = [pair for pair in works if pair[0].operator.kind in PRODUCTS] or works
@@ -107,6 +111,11 @@ def collectives(
 
     Equal collectives with the same description (`Collective.where`) are merged. For a
     pipeline, lists the collectives of an average stage and its sends to other stages.
+
+    Args:
+        search: the search, with the program and the devices.
+        candidate: the mesh and the settings beside it.
+        division: which axes divide which dims.
     """
     found = [
         *_of_operators(search, candidate, division),
@@ -182,8 +191,13 @@ def _counted(
 ) -> Iterator[Collective]:
     """Merges equal collectives with the same description (`where`).
 
-    Adds up their times and seconds. Leaves out collectives whose axes all have size
-    one.
+    Adds up how often they are sent and their seconds. Leaves out collectives whose axes
+    all have size one.
+
+    Args:
+        found: the collectives.
+        speeds: the speeds of the links along the mesh's axes.
+        sizes: sizes of the axes; `MICRO` has the number of microbatches.
     """
     listed = [one for one in found if speeds.axes(one.sent)]
     sums: Counter[Bundle] = Counter()
@@ -235,7 +249,7 @@ def as_plan(
         at: the index of the candidate in `priced`.
         cluster: the cluster that the plan is for.
         num_ranked: the number of best candidates to list as alternatives, beside the
-            baselines.
+            baselines (meshes of common rules of thumb).
     """
     question, candidate = search.question, priced.space[at]
     division = priced.division_of(at)
@@ -288,6 +302,11 @@ def _on_host(
     """Returns the paths of the optimizer leaves that are kept in host memory.
 
     Leaves below `LEAST_OFFLOADED_BYTES` bytes on a device stay on the device.
+
+    Args:
+        optimizer: the leaves of the optimizer state.
+        names: map from a leaf's path in the traced program to its path in the plan.
+        mesh: sizes of the axes.
     """
     return tuple(
         names[leaf.path]
@@ -307,7 +326,7 @@ def real(spec: Spec, mesh: Container[str]) -> Spec:
 def constraints(
     graph: Graph, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> dict[int, Spec]:
-    """Returns specs for results of operators, by the operator's number in the program.
+    """Returns specs for results of operators, by the operator's index in the program.
 
     Covers the first result of every operator that a compiler does not fuse (whose kind
     is not in `CHEAP`), if the result is not a scalar. At ZeRO levels 2 and 3, a
@@ -362,8 +381,9 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
     """Lists the best candidates and every baseline, in the order of the ranking.
 
-    Leaves out candidates with idle devices unless the best candidate has idle devices,
-    because candidates with idle devices could be listed as faster than the best.
+    A baseline is a mesh of a common rule of thumb. Leaves out candidates with idle
+    devices unless the best candidate has idle devices, because candidates with idle
+    devices could be listed as faster than the best.
     """
     ranking = priced.ranking
     shown = (priced.space.columns["baseline"] > 0)[ranking]

@@ -35,15 +35,17 @@ _ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(_TOGETHER, 30 * 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Collectives that XLA sends as one message, or that at least synchronize once."""
+    """Collectives that XLA sends as one message, or that at least synchronize once.
+
+    XLA combines the collectives whose bundles are equal on a mesh (`on`).
+    """
 
     kind: CollectiveKind
     axes: tuple[str, ...]
     times: float
-    """How often the bundle is sent: for each microbatch if `repeated`, else in a
-    step."""
+    """How often the bundle is sent: per microbatch if `repeated`, else per step."""
     repeated: bool
-    """Whether `times` counts per microbatch."""
+    """Whether `times` counts per microbatch (else per step)."""
     place: Hashable
     """The place in the program, such as the loops around the collectives; only
     collectives with equal places are combined."""
@@ -59,15 +61,19 @@ class Bundle:
 
         Axes of size one are left out. `repeated` is false with one microbatch. Two
         bundles for which the results are equal are combined on this mesh.
+
+        Args:
+            sizes: map from an axis to its size; `MICRO` has the number of microbatches.
         """
         axes = tuple(axis for axis in self.axes if sizes.get(axis, 1) > 1)
         repeated = self.repeated and sizes.get(MICRO, 1) > 1
         return replace(self, axes=axes, repeated=repeated)
 
     def joins(self, other: "Bundle") -> bool:
-        """Returns whether two bundles have equal kind, place and times.
+        """Returns whether there may be a mesh on which two bundles are combined.
 
-        If so, they are combined on a mesh where `on` makes them equal.
+        This is so if `kind`, `place` and `times` are equal. The bundles are combined on
+        a mesh where `on` makes them equal.
         """
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)
@@ -76,16 +82,18 @@ class Bundle:
 def bundle(
     platform: str, sent: CollectiveOp, times: float, repeated: bool, place: Hashable
 ) -> Bundle | None:
-    """Makes the `Bundle` of a collective; None for a kind that XLA never combines.
+    """Makes the `Bundle` that a collective belongs to.
 
     XLA combines the collectives whose bundles are equal on a mesh (`Bundle.on`).
+    Returns None for a kind of collective that XLA never combines.
 
     Args:
-        platform: the platform of the devices.
+        platform: the platform of the devices, such as `cpu` or `cuda`.
         sent: the collective.
-        times: how often it is sent: for each microbatch if `repeated`, else in a step.
+        times: how often it is sent: per microbatch if `repeated`, else per step.
         repeated: whether `times` counts per microbatch.
-        place: the place in the program; see `Bundle.place`.
+        place: the place in the program, such as the loops around the collective; only
+            collectives with equal places are combined.
     """
     if sent.kind not in _TOGETHER:
         return None
@@ -103,8 +111,9 @@ def messages(platform: str, kind: CollectiveKind, num_bytes: Any) -> Any:
     """Computes the number of messages in which combined collectives are sent.
 
     Args:
-        platform: the platform of the devices.
-        kind: the kind of the collectives; one that has a limit on the platform.
+        platform: the platform of the devices, such as `cuda`.
+        kind: the kind of the collectives. A kind that XLA does not send as one message
+            on the platform (`LIMITS`) raises a KeyError.
         num_bytes: bytes of all the collectives together; a number or an array.
 
     >>> messages("cuda", "all_reduce", np.array([1e6, 40e6])).tolist()

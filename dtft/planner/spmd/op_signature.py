@@ -34,10 +34,13 @@ _KNOWN: WeakValueDictionary[Hashable, "Pattern"] = WeakValueDictionary()
 
 
 class Pattern:
-    """The common form of operators that differ only in their dims."""
+    """The common form of operators that differ only in their dims.
+
+    Caches the work of a device for each division of the dims by mesh axes.
+    """
 
     def __init__(self, operator: Operator, values: tuple[Value, ...]) -> None:
-        """Starts with an empty cache of works.
+        """Starts with an empty cache.
 
         Args:
             operator: an operator of the pattern, with its dims renumbered from 0.
@@ -51,9 +54,13 @@ class Pattern:
         self._known: dict[PatternKey, OperatorWork] = {}
 
     def work(self, key: PatternKey) -> OperatorWork:
-        """Returns the work of one execution of the pattern's operator under a division.
+        """Returns the work of a device in one execution of the pattern's operator.
 
         Equal keys give the same object.
+
+        Args:
+            key: the axes of each dim, and whatever else of a division of dims by mesh
+                axes the work depends on (`Instance.key`).
         """
         if key not in self._known:
             division = self._division(*key)
@@ -89,7 +96,7 @@ class Pattern:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Instance:
-    """An operator of a program, with its pattern."""
+    """An operator of a program, with the pattern that it shares with others."""
 
     operator: Operator
     pattern: Pattern
@@ -98,12 +105,15 @@ class Instance:
     `Operator.whole` and `Operator.turned_over`; ascending. Each dim represents its
     class: all dims that are divided alike."""
     arrays: tuple[frozenset[int], ...]
-    """Dims of each operand and result."""
+    """The dims of each operand, then of each result; each dim represents its class."""
 
     def key(self, division: ShardingAssignment) -> PatternKey:
-        """Computes the cache key of the operator under a division.
+        """Computes the cache key (for `work`) of the operator under a division.
 
-        Equal keys of one pattern mean equal work.
+        Operators with the same pattern and equal keys have equal work.
+
+        Args:
+            division: which mesh axes divide which dims.
         """
         axes = division.axes
         own = tuple([axes.get(dim, ()) for dim in self.dims])
@@ -125,7 +135,7 @@ class Instance:
         """Returns the work of a device in one execution of this operator.
 
         Args:
-            key: the key of the division (`key`).
+            key: the result of `key` for a division of dims by mesh axes.
         """
         return replace(self.pattern.work(key), operator=self.operator)
 
@@ -138,7 +148,7 @@ def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> In
     Args:
         graph: the program.
         operator: an operator of the program, or an operator merged from several.
-        root: maps a dim to the dim that represents its class.
+        root: maps a dim to the dim that represents all dims that are divided alike.
 
     >>> square = Value(shape=(8, 8), dtype="float32", dims=(4, 9))
     >>> other = Value(shape=(8, 8), dtype="float32", dims=(5, 7))

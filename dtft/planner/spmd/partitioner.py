@@ -29,7 +29,7 @@ Sizes = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedSize:
-    """A number divided by the sizes of mesh axes.
+    """A number divided by the sizes of mesh axes, such as the bytes of an array.
 
     >>> ShardedSize(total=48, axes=("tensor",)).at({"tensor": 4})
     12.0
@@ -42,7 +42,8 @@ class ShardedSize:
         """Divides the total by the sizes of the axes: the share of each device.
 
         Args:
-            sizes: axis to size, each a number or an array with one entry per mesh.
+            sizes: map from an axis to its size, a number or an array with one entry per
+                mesh. A missing axis has size one.
         """
         return self.total / parts(self.axes, sizes)
 
@@ -63,7 +64,7 @@ def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
 class CollectiveOp:
     """One collective, with the mesh axes over which it communicates.
 
-    `amount` has the bytes on one device, of the operand or of the result, whichever is
+    `amount` has the bytes of the operand or of the result on one device, whichever is
     larger.
     """
 
@@ -90,16 +91,17 @@ class OperatorWork:
     """Columns and depth of a convolution (`convolution_sides`); None for other
     operators."""
     turned_by: tuple[str, ...] = ()
-    """Mesh axes that divide the dims in `Operator.turned_over`."""
+    """Mesh axes that divide the dims in `Operator.turned_over`: each of them makes the
+    operator read its elements with a stride."""
 
     @property
     def flops(self) -> ShardedSize:
-        """Floating-point operations of one execution."""
+        """Floating-point operations of each device in one execution of the operator."""
         return ShardedSize(total=self.operator.flops, axes=self.divided_by)
 
     @property
     def special(self) -> ShardedSize:
-        """The part of `flops` that evaluates functions such as exp."""
+        """The part of `flops` that evaluates functions such as exp, which cost more."""
         return ShardedSize(total=self.operator.special, axes=self.divided_by)
 
     @property
@@ -111,7 +113,7 @@ class OperatorWork:
     def turned(self) -> ShardedSize:
         """Elements read with a stride only if an axis in `turned_by` is larger than 1.
 
-        They come on top of the elements that `strided` counts.
+        They are not among the elements that `strided` counts.
         """
         return ShardedSize(total=self.operator.turned, axes=self.divided_by)
 
@@ -133,7 +135,8 @@ def product_sizes(
         operator: the matmul, with 2 b m n k operations.
         inputs: its operands.
         outputs: its results.
-        divides: axes along each of m, n, k and b; empty for other operators.
+        divides: mesh axes that divide the work along each of m, n, k and b; empty for
+            an operator that is no matmul.
     """
     if not divides:
         return ()
@@ -166,8 +169,9 @@ def convolution_sides(
         operator: an operator of any kind.
         inputs: its operands.
         outputs: its results.
-        root: maps a dim to the dim that represents its class.
-        kept: axis to the dim along which the axis divides the work; None for no dim.
+        root: maps a dim to the dim that represents all dims that are divided alike.
+        kept: map from a mesh axis to the dim along which it divides the work; None for
+            no dim.
     """
     if operator.kind != "convolution" or len(inputs) < 2:
         return None
@@ -194,7 +198,8 @@ def convolution_sides(
 class WorkDims:
     """Finds the dim along which each mesh axis divides the work of one operator.
 
-    The field `kept` has these dims. The axes that divide the operands and results are
+    The field `kept` has these dims. Dims that must be divided alike are given by one of
+    them (`ShardingAssignment.root`). The axes that divide the operands and results are
     given by a `ShardingAssignment`.
     """
 
@@ -217,10 +222,10 @@ class WorkDims:
         return list(dict.fromkeys(a for spec in specs for axes in spec for a in axes))
 
     def _keep(self, axis: str) -> int | None:
-        """Finds the dim along which an axis divides the work.
+        """Finds the dim along which a mesh axis divides the operator's work.
 
-        Returns the dim of least cost (`_price`), or None if there is no dim: then all
-        devices along the axis repeat the work.
+        Returns the dim for which the fewest bytes are communicated (`_price`), or None
+        if there is no dim: then all devices along the axis repeat the work.
 
         For a matmul, a dim along which the axis divides two arrays (both operands, or
         one operand and the result) is preferred, as in `PartitionBaseCase` of XLA's
@@ -239,7 +244,7 @@ class WorkDims:
         return min(dims, key=lambda dim: self._price(axis, dim), default=None)
 
     def _places(self, axis: str) -> list[int]:
-        """Lists the dim that an axis divides in each operand and result.
+        """Lists the dim that a mesh axis divides in each operand and result.
 
         Operands and results that the axis does not divide are left out.
         """
@@ -252,7 +257,7 @@ class WorkDims:
         return [self.division.root(v.dims[at]) for v, at in found if at is not None]
 
     def _price(self, axis: str, dim: int) -> tuple[float, int]:
-        """Computes the sort key of a dim along which an axis may divide the work.
+        """Computes the sort key of a dim along which a mesh axis may divide the work.
 
         The key is a pair: the bytes (of whole arrays) that must be gathered, resharded
         or reduced if the axis divides the work along this dim; and the dim. The bytes
@@ -284,11 +289,12 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Returns whether an operand of a matmul has `dim` divided, but not contracted.
+        """Returns whether a matmul's operand has `dim` divided, but not contracted.
 
         Args:
-            index: the position of the operand; false above 1, and for other operators.
-            dim: the dim.
+            index: the position of the operand. The result is False above 1, and for
+                operators other than matmuls.
+            dim: the dim, an index into `Graph.dims`.
         """
         if self.op.kind != "matmul" or index > 1:
             return False
@@ -303,7 +309,12 @@ class WorkDims:
     def fits(self, index: int, axis: str) -> bool:
         """Returns whether an axis divides an operand along the same dim as the work.
 
-        Also returns True if the axis does not divide the operand.
+        Also returns True if the axis does not divide the operand. If False is returned,
+        the operand must be resharded.
+
+        Args:
+            index: the position of the operand.
+            axis: the mesh axis.
         """
         spec, value = self.in_specs[index], self.inputs[index]
         at = position(spec, axis)
@@ -320,7 +331,7 @@ class WorkDims:
         return not (index == 1 and self._free(0, dim) and self.twice(dim))
 
     def twice(self, dim: int) -> bool:
-        """Returns whether a dim occurs twice in the result, as rows and as columns."""
+        """Returns whether a dim occurs twice in the result, as in x @ x.T."""
         return [self.division.root(d) for d in self.outputs[0].dims].count(dim) > 1
 
 
@@ -338,12 +349,16 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingAssignment:
-    """The mesh axes that divide each dim of a program's arrays."""
+    """The mesh axes that divide each dim of a program's arrays.
+
+    A dim is an index into `Graph.dims`; dims that must be divided alike have one index.
+    """
 
     axes: Mapping[int, Axes]
-    """Dim to the axes that divide the dim wherever it occurs."""
+    """Map from a dim to the mesh axes that divide it in every array that has it."""
     alias: Mapping[int, int] = field(default_factory=dict)
-    """Dim to the dim whose axes it shares: equal layers share one decision."""
+    """Map from a dim to the dim whose axes it shares, such as the same dim of the first
+    of several equal layers."""
     rest: Mapping[frozenset[int], Mapping[int, Axes]] = field(default_factory=dict)
     """Map from the set of an array's dims to the additional axes of each dim, for
     arrays whose sums are divided further (gradients at ZeRO levels 2 and 3)."""
@@ -369,14 +384,18 @@ class ShardingAssignment:
         return self.axes.get(self.root(dim), ())
 
     def root(self, dim: int) -> int:
-        """Returns the dim whose axes a dim shares (`alias`), or the dim itself."""
+        """Returns the dim whose axes the given dim shares (`alias`).
+
+        Returns the given dim itself if it shares no other dim's axes.
+        """
         return self.alias.get(dim, dim)
 
     def spec(self, value: Value) -> Spec:
-        """Returns the spec of a value: the axes of each dim, () for dims of size one.
+        """Returns the spec of a value (an array of the program): the axes of each dim.
 
-        If several dims of the value have the same axis, only the first of them is
-        divided by the axis. A dim in `first` comes before all other dims.
+        Dims of size one have no axes. If several dims of the value have the same axis,
+        only the first of them is divided by the axis. A dim in `first` comes before all
+        other dims.
         """
         wanted = [
             self.of(dim) if size > 1 else ()
@@ -416,13 +435,14 @@ def work_of(
 ) -> OperatorWork:
     """Computes the work of each device in one execution of an operator.
 
-    The result has the collectives that the operator needs under this division.
+    The result includes the collectives that the operator needs if `division` (which
+    mesh axes divide which dims) holds for its operands and results.
     """
     return _Placed(graph, operator, division).work()
 
 
 class _Placed(WorkDims):
-    """The work of each device in one operator, and the collectives that it needs."""
+    """Computes each device's work in an operator, and the collectives that it needs."""
 
     def __init__(
         self, graph: Graph, operator: Operator, division: ShardingAssignment
@@ -456,7 +476,10 @@ class _Placed(WorkDims):
         )
 
     def _turned_by(self) -> Axes:
-        """Lists the mesh axes that divide the dims in `Operator.turned_over`."""
+        """Lists the mesh axes that divide the dims in `Operator.turned_over`.
+
+        Each of them makes the operator read its elements with a stride.
+        """
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
         return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
 
@@ -470,6 +493,9 @@ class _Placed(WorkDims):
         along another dim, or not at all. The collective is an all-to-all if the operand
         also has the dim along which the axis divides the work. Otherwise it is an
         all-gather.
+
+        Args:
+            index: the position of the operand.
         """
         value, spec = self.inputs[index], self.in_specs[index]
         moved = [axis for axis in flat(spec) if not self.fits(index, axis)]
@@ -491,8 +517,8 @@ class _Placed(WorkDims):
             self._add("all_to_all", exchanged, amount)
 
     def _further(self, value: Value) -> Axes:
-        """Lists the axes that divide a summed value further; see
-        `ShardingAssignment.rest`."""
+        """Lists the axes that divide a sum further than `ShardingAssignment.spec` does,
+        as ZeRO divides gradients (`ShardingAssignment.rest`)."""
         dims = frozenset(map(self.division.root, value.dims))
         return tuple(
             a for axes in self.division.rest.get(dims, {}).values() for a in axes
@@ -549,8 +575,9 @@ class _Placed(WorkDims):
         The first one is a reduce-scatter over the axes that are both in `partial` and
         in `wanted`. The next ones are all-reduces over the other axes of `partial`.
 
-        On CPU, the first one is an all-reduce, and exists only for products without
-        spare axes. Other operators on CPU have all-reduces over all axes of `partial`.
+        On CPU, the first one is an all-reduce, and exists only for matmuls and
+        convolutions without spare axes (`ShardingAssignment.spare`). Other operators on
+        CPU have all-reduces over all axes of `partial`.
 
         Args:
             value: the result.
@@ -572,7 +599,7 @@ class _Placed(WorkDims):
             self._add("all_reduce", axes, part)
 
     def _together(self, axes: Axes) -> list[Axes]:
-        """Groups axes with partial sums; each group is reduced by one all-reduce.
+        """Groups axes along which devices have partial sums, one group per all-reduce.
 
         All axes are one group. On CPU, there is one group for each dim along which the
         axes divide the work.

@@ -49,8 +49,8 @@ def rest_spec(
     Args:
         value: the array.
         spec: how other axes divide the array.
-        sizes: sizes of the axes.
-        loops: dims that loops slice.
+        sizes: map from an axis to its size; a missing axis has size one.
+        loops: dims (indices into `Graph.dims`) that loops slice.
         flat: whether `fsdp` divides buffers in which arrays lie one after another, and
             so any size (`Software.flat_state`).
 
@@ -76,11 +76,14 @@ def rest_place(
 ) -> np.ndarray:
     """Finds the position of the dim that `rest_spec` divides by `fsdp`; -1 for no dim.
 
+    The result has one entry per mesh, as the sizes do.
+
     Args:
         value: the array.
         spec: how other axes divide the array.
-        sizes: sizes of the axes; numbers, or arrays with one entry per mesh.
-        loops: dims that loops slice.
+        sizes: map from an axis to its size, a number or an array with one entry per
+            mesh.
+        loops: dims (indices into `Graph.dims`) that loops slice.
         flat: whether `fsdp` divides any size.
 
     >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
@@ -120,18 +123,22 @@ def turned_place(value: Value) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """An array of the state, with its specs in use and between steps."""
+    """An array of the training state, with two specs: in use and between steps.
+
+    ZeRO may divide the array further between steps than while the model uses it.
+    """
 
     path: str
     value: Value
     used: Spec
     """The spec with which the model computes."""
     rest: Spec
-    """The spec in which the array is kept between steps."""
+    """The spec with which the array is kept between steps."""
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Axes over which the array is gathered for use."""
+        """Axes that divide the array between steps only; it is gathered over them for
+        use."""
         used = {axis for axes in self.used for axis in axes}
         return tuple(a for axes in self.rest for a in axes if a not in used)
 
@@ -145,16 +152,16 @@ def zero_leaves(
     *,
     flat: bool = False,
 ) -> tuple[StateArray, ...]:
-    """Finds the specs of arrays in use and between steps.
+    """Finds the specs of arrays of the state, in use and between steps.
 
     Args:
-        values: path to value.
+        values: map from the path of each array to the array.
         division: which axes divide which dims while computing.
-        sizes: sizes of the axes.
+        sizes: map from an axis to its size.
         divides: whether `fsdp` divides the arrays between steps; otherwise both specs
             are equal.
-        loops: dims that loops slice.
-        flat: whether `fsdp` divides any size.
+        loops: dims (indices into `Graph.dims`) that loops slice.
+        flat: whether `fsdp` divides any size, not only multiples of its own size.
     """
     found = []
     for path, value in values.items():
@@ -166,27 +173,30 @@ def zero_leaves(
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """How often, and in how many parts, a divided parameter is gathered."""
+    """How often, and in how many parts, a parameter that ZeRO divides is gathered."""
 
     times: int
     """The number of gathers: per microbatch if `per_microbatch`, else per step."""
     slices: int
-    """The number of parts gathered one after another, if a loop slices the parameter;
-    else one."""
+    """The number of parts that are gathered one after another because a loop slices the
+    parameter; 1 if none does."""
     per_microbatch: bool
     ahead: bool
     """Whether the gather depends on no computation. In a loop over layers a gather
-    waits for the previous layer."""
+    waits for the layer before."""
 
     @property
     def messages(self) -> int:
-        """The number of messages: gathers times parts."""
+        """The number of messages, `times` x `slices`."""
         return self.times * self.slices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """A collective that gathers an array, and so belongs to no operator."""
+    """A collective that gathers a divided parameter, and so belongs to no operator.
+
+    `where` is the parameter's path.
+    """
 
     sent: CollectiveOp
     """The gather of the whole array, or of one of `how.slices` parts."""
@@ -195,7 +205,12 @@ class Moved:
 
 
 def loop_slices(value: Value, loops: Container[int]) -> int:
-    """Counts the slices that loops take from an array; 1 if no loop slices it."""
+    """Counts the slices that loops take from an array; 1 if no loop slices it.
+
+    Args:
+        value: the array.
+        loops: dims (indices into `Graph.dims`) that loops slice.
+    """
     along = (s for s, dim in zip(value.shape, value.dims, strict=True) if dim in loops)
     return math.prod(along)
 
@@ -203,14 +218,14 @@ def loop_slices(value: Value, loops: Container[int]) -> int:
 def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Gathered:
     """Computes how often a parameter is gathered, and whether for each microbatch.
 
-    At level 3, a parameter is gathered for every pass that reads it: the backward pass
-    gathers again (see `dtft.parallel.fsdp`). A loop over layers gathers the slice of
-    each layer. At levels 1 and 2, a parameter is gathered once, after the update. If
+    At ZeRO level 3, a parameter is gathered for every pass that reads it: the backward
+    pass gathers again (see `dtft.parallel.fsdp`). A loop over layers gathers the slice
+    of each layer. At levels 1 and 2, a parameter is gathered once, after the update. If
     the step does not change the parameter, it is not gathered at these levels, because
     it is still whole on every device. At level 0, nothing is gathered.
 
     Args:
-        passes: the number of passes of the model that read the parameter.
+        passes: the number of passes (forward, backward) that read the parameter.
         changes: whether the step changes the parameter.
         zero: ZeRO level.
         num_slices: the number of slices that loops take from the parameter
@@ -232,6 +247,11 @@ def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | 
     """Makes the bundle (set of combined collectives) of a gather of a parameter.
 
     Returns None for a kind of collective that XLA never combines.
+
+    Args:
+        platform: the platform of the devices, such as `cpu` or `cuda`.
+        sent: the gather.
+        how: how often, and in how many slices, the parameter is gathered.
     """
     place = "parameters", how.slices
     found = bundle(platform, sent, how.messages, how.per_microbatch, place)
@@ -241,11 +261,14 @@ def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | 
 def zero_gathers(
     parameters: Iterable[StateArray], times: Mapping[str, Gathered]
 ) -> list[Moved]:
-    """Lists the all-gathers of divided parameters.
+    """Lists the all-gathers of the parameters that ZeRO divides.
+
+    Parameters whose two specs are equal, or that are never gathered, are left out.
 
     Args:
-        parameters: the parameters, with their specs.
-        times: path to how often each parameter is gathered (`times_gathered`).
+        parameters: the parameters, with their specs in use and between steps.
+        times: map from a parameter's path to how often it is gathered
+            (`times_gathered`).
     """
     found = []
     for leaf in parameters:
@@ -263,7 +286,7 @@ def further_division(
     division: ShardingAssignment,
     loops: Container[int],
 ) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
-    """Makes the field `ShardingAssignment.rest`: axes that divide gradients further.
+    """Finds the axes that divide gradients further (`ShardingAssignment.rest`).
 
     A gradient is divided as its parameter is divided between steps. Inside a loop over
     layers, a gradient lacks the dim that the loop slices.
@@ -271,7 +294,7 @@ def further_division(
     Args:
         parameters: the parameters, with their specs in use and between steps.
         division: which axes divide which dims while computing.
-        loops: dims that loops slice.
+        loops: dims (indices into `Graph.dims`) that loops slice.
 
     Returns:
         Map from the set of a gradient's dims to the additional axes of each dim.
