@@ -270,7 +270,7 @@ def _compute(
 
 
 def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
-    """Times the element-wise functions in `microbenchmarks.ELEMENT_WISE`, such as exp."""
+    """Times the functions in `microbenchmarks.ELEMENT_WISE`: exp, softmax and others."""
     num = sizes.elements**2
     return [
         ElementTime(

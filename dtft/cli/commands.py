@@ -19,7 +19,10 @@ def _hint(default: str) -> str:
 
 
 def _told(metavar: str, **how: Any) -> Any:
-    """Makes the annotation of a flag whose value is called `metavar` in the help."""
+    """Makes the annotation of a flag whose value is called `metavar` in the help.
+
+    `how` has further arguments of `tyro.conf.arg`.
+    """
     return arg(metavar=metavar, help_behavior_hint=_hint, **how)
 
 
@@ -37,7 +40,11 @@ _Texts = UseAppendAction[tuple[str, ...]]
 
 
 def _check_counts(**counts: int | None) -> None:
-    """Raises a ValueError that names the flag if a count is below 0."""
+    """Raises a ValueError if the value of a flag is below 0.
+
+    `counts` maps the name of each flag, with "_" for "-", to its value; None if the
+    flag is not given.
+    """
     for name, count in counts.items():
         if count is not None and count < 0:
             raise ValueError(
