@@ -270,7 +270,7 @@ def _compute(
 
 
 def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
-    """Times the functions in `microbenchmarks.ELEMENT_WISE`: exp, softmax and others."""
+    """Times the functions in `microbenchmarks.ELEMENT_WISE`, such as exp and gelu."""
     num = sizes.elements**2
     return [
         ElementTime(
