@@ -523,7 +523,10 @@ class _Pickler(pickle.Pickler):
     """Pickles a compiled JAX program; devices are pickled as their ids."""
 
     def __init__(self, file: io.BytesIO, content: bytes | None) -> None:
-        """`content` is the program serialized by XLA; None: it is serialized here."""
+        """Takes the file to write to, and the program as XLA has serialized it.
+
+        If `content` is None, the program is serialized when it is pickled.
+        """
         super().__init__(file)
         self._content = content
 
@@ -599,6 +602,9 @@ def told_by(teller: int, key: str, text: str, timeout_s: float) -> str:
         key: name of the text; may be used only once in the life of the service.
         text: the text to broadcast in process `teller`; ignored in other processes.
         timeout_s: longest wait of the other processes for the text, in seconds.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the text did not come in time.
     """
     check_version()
     from jax._src import distributed

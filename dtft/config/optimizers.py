@@ -184,7 +184,7 @@ class OptimConfig:
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether the optimizer takes each replica's local gradient.
+        """Whether the optimizer takes each replica's local gradient, not their mean.
 
         Such an optimizer communicates over the axis that `build` is given, and marks
         state that differs per replica (`dtft.optim.per_replica`).
