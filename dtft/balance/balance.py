@@ -66,8 +66,9 @@ class Took:
 class StepTimes:
     """Seconds of whole steps, for each load measured since a node last drifted.
 
-    `took` maps a load (the units of each node) to the steps measured with it. It is
-    empty if whole steps are not measured.
+    A node drifts if its seconds change relative to the other nodes. `took` maps a load
+    (the units of work of each node) to the steps measured with it. It is empty if whole
+    steps are not measured.
     """
 
     took: Mapping[Load, Took] = field(default_factory=dict)

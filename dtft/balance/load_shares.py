@@ -25,12 +25,14 @@ def allocate(
     cap: ArrayLike | None = None,
     low: int = 1,
 ) -> Counts:
-    """Finds the integer shares that minimise `max(fixed_s + shares * unit_s)`.
+    """Divides the microbatches of a step over nodes, for the shortest step.
 
-    The result is exact: for this objective, the best rule is to give each microbatch in
-    turn to the node that would finish it first. A bisection assigns all but the last
-    few microbatches at once. At equal finishing times the node with the lower index
-    gets the microbatch, so equal input gives equal shares on every host.
+    A node is what takes microbatches, such as a replica. The integer shares minimise
+    `max(fixed_s + shares * unit_s)`. The result is exact: for this objective, the best
+    rule is to give each microbatch in turn to the node that would finish it first. A
+    bisection assigns all but the last few microbatches at once. At equal finishing
+    times the node with the lower index gets the microbatch, so equal input gives equal
+    shares on every host.
 
     Args:
         unit_s: Seconds per microbatch, `[n]`, each finite and above 0.
@@ -65,9 +67,10 @@ def allocate(
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """The microbatches of a step as divisible work (`balance.Work`).
+    """The microbatches of a step as work to divide between nodes (`balance.Work`).
 
-    A division is the number of microbatches of each node (the shares), `[n]`.
+    A node is a replica. A division is the number of microbatches of each node (the
+    shares), `[n]`.
     """
 
     num_nodes: int
@@ -335,9 +338,10 @@ _ARRAYS = ("layer_s", "state_bytes", "activation_bytes", "capacity_bytes")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:
-    """The layers of a model as divisible work (`balance.Work`); stage s is on node s.
+    """The layers of a model as work to divide between pipeline stages (`balance.Work`).
 
-    A division is the number of layers of each stage, `[stages]`.
+    A node is what runs a stage; stage s is on node s. A division is the number of
+    layers of each stage, `[stages]`.
     """
 
     layer_s: Floats

@@ -155,7 +155,7 @@ def _turns(run: Callable[[int], float], budget_s: float) -> int:
 
 
 def agreed(seconds: float) -> float:
-    """Broadcasts the `seconds` of process 0; every process must call the function."""
+    """Returns the `seconds` of process 0; every process must call the function."""
     if jax.process_count() == 1:
         return seconds
     found = multihost_utils.broadcast_one_to_all(np.float32(seconds))
@@ -180,7 +180,7 @@ def filled(
     Args:
         mesh: mesh of `make_mesh`.
         shapes: shapes of the arrays on one device.
-        specs: partition of each array, along its first dim.
+        specs: PartitionSpec of each array, which divides only its first dim.
         dtype: dtype of all arrays.
     """
     values = np.random.default_rng(0).standard_normal(1021)

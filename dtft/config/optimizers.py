@@ -125,7 +125,7 @@ class SyncConfig:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether replicas make different updates at steps between two exchanges."""
+        """Whether replicas make different updates between two exchanges of moments."""
         return self.moments == "state" and max(self.every_mu, self.every_nu_max) > 1
 
 

@@ -120,7 +120,7 @@ Sent = tuple[int, int, int, float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Nodes and times of all tasks and transfers."""
+    """Nodes and times of all tasks and transfers of one microbatch, in seconds."""
 
     node_of: tuple[int, ...]
     starts: tuple[float, ...]

@@ -313,14 +313,14 @@ def tasks_of(
         graph: the program.
         nodes: the nodes of a cluster, with device types.
         kernels: kernels of devices, in addition to those of the device types.
-        affinity: map from an operator (primitive, kind, or word of `CLASSES`) to the
-            node, device type or platform that must run it.
+        affinity: pins: map from an operator (a primitive, a kind, or `dense`, `conv`,
+            `activation`) to the node, device type or platform that must run it.
         grain: `operator`: each operator is a task; or `block`: each of several
             consecutive equal layers is a task, and so is each operator outside these
             layers. A loop is never split.
         together: operators that stay on one node, as pairs of the first operator and
-            the operator after the last: calls that the executor cannot cut
-            (`dtft.planner.ir.uncut`).
+            the operator after the last; such as those that `dtft.planner.ir.uncut`
+            lists, because a placed step cannot separate them.
         params: path of the argument that is differentiated; default: the first one.
 
     Raises:
@@ -525,8 +525,9 @@ class _Seconds:
             what = f"all of operators {start} to {stop - 1}, which begin with {name},"
         return (
             f"no node has a kernel for {what}. The cluster has {', '.join(devices)}; "
-            "what is not registered is not there. Add a node that has it, or register "
-            "it: kernels=Kernels(registered={'TYPE': frozenset({'NAME'})})."
+            "a kernel that is not registered counts as missing. Add a node that has "
+            "it, or register it: "
+            "kernels=Kernels(registered={'TYPE': frozenset({'NAME'})})."
         )
 
 
