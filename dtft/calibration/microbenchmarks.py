@@ -288,10 +288,9 @@ def convolution_s(
 ) -> float:
     """Measures the seconds of one 3 by 3 convolution of (rows, side, side, channels).
 
-    `rows` is the number of images on one device.
-
-    Several convolutions in a row are timed, forward and backward. The result is the
-    mean over all convolutions of both passes.
+    `rows` is the number of images on one device. Several convolutions in a row are
+    timed, forward and backward. The result is the mean over all convolutions of both
+    passes.
     """
 
     def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:

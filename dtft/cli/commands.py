@@ -452,7 +452,7 @@ class DrainCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLsCommand:
-    """List steps with sizes, holders, copies and health."""
+    """List steps and their problems; for a live job also copies, health and hosts."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
 
@@ -465,14 +465,14 @@ class CheckpointLsCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointShowCommand:
-    """Show the leaves of a stored step, or the holders of a live step's slices."""
+    """Show the leaves of a stored step, or which hosts have a live step's slices."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None
     """Step; default: the newest."""
 
     def run(self) -> int:
-        """Prints the leaves, or the holders of the slices; returns the exit code."""
+        """Prints the leaves, or the hosts of each slice; returns the exit code."""
         from dtft.cli import checkpoint
 
         return checkpoint.show(self.source, self.step)

@@ -131,8 +131,8 @@ def _programs(
 ) -> tuple[Callable[..., ValueAndGradients], Callable[..., ValueAndGradients]]:
     """Makes the two jitted programs of `HostCommanded`.
 
-    The first maps (params, batch) to each position's local value and gradients, with a
-    leading replica dim. The second averages these over that dim.
+    The first maps (params, batch) to the local value and gradients of each position of
+    the axis, with a leading replica dim. The second averages these over that dim.
     """
     by_share = PartitionSpec(axis_name)
 
