@@ -135,7 +135,10 @@ class _Module(ModuleType):
         return found
 
     def __call__(self, *args: Any, **given: Any) -> Any:
-        """Calls the parent package's function that has the same name as this module."""
+        """Calls the parent package's function that has the same name as this module.
+
+        Importing the module has hidden this function in the package.
+        """
         return self._hidden(*args, **given)
 
     @property

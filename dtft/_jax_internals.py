@@ -252,10 +252,12 @@ def _read_varint(message: bytes, at: int) -> tuple[int, int]:
 
 
 def give_up_process(address: str, index: int) -> None:
-    """Makes an open coordination service take a process for replaced.
+    """Makes the coordination service count a process as replaced.
 
-    Connects with the index of the process and disconnects again. If the process still
-    runs, JAX ends it. Collectives that other processes share with it end with an error.
+    The service must be open: a process may join at any time
+    (`start_coordination_service`). Connects with the index of the process and
+    disconnects again. If the process still runs, JAX ends it. Collectives that other
+    processes share with it end with an error.
 
     Args:
         address: host:port of the service.
@@ -306,7 +308,10 @@ def know_processes(indices: Sequence[int], timeout_s: float) -> None:
 
 
 def _encoded(number: int, value: int | bytes) -> bytes:
-    """Encodes a field of a protocol buffer; an integer 0 as no bytes, its default."""
+    """Encodes a field of a protocol buffer; the integer 0, a default, as no bytes.
+
+    `number` is the field's number in the message.
+    """
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value) if value else b""
     return _varint(number << 3 | 2) + _varint(len(value)) + value
@@ -363,10 +368,11 @@ def join_world(
 def write_compilation_cache(process_id: int, *, writes: bool) -> None:
     """Sets whether this process writes to JAX's persistent compilation cache.
 
-    JAX writes only in process 0, but no process of an open coordination service has
-    index 0. So this function lets JAX's cache believe that a writing process has index
-    0. Call it only after JAX has found its devices, because until then the devices
-    depend on the same variable. `jax.process_index()` does not change.
+    JAX writes only in process 0, but no process of an open coordination service
+    (`start_coordination_service`) has index 0. So this function lets JAX's cache
+    believe that a writing process has index 0. Call it only after JAX has found its
+    devices, because until then the devices depend on the same variable.
+    `jax.process_index()` does not change.
 
     Args:
         process_id: true index of this process.
@@ -523,7 +529,10 @@ class _Pickler(pickle.Pickler):
     """Pickles a compiled JAX program; devices are pickled as their ids."""
 
     def __init__(self, file: io.BytesIO, content: bytes | None) -> None:
-        """`content` is the program serialized by XLA; None: it is serialized here."""
+        """Takes the file to write to, and the program as XLA has serialized it.
+
+        If `content` is None, the program is serialized when it is pickled.
+        """
         super().__init__(file)
         self._content = content
 
@@ -599,6 +608,9 @@ def told_by(teller: int, key: str, text: str, timeout_s: float) -> str:
         key: name of the text; may be used only once in the life of the service.
         text: the text to broadcast in process `teller`; ignored in other processes.
         timeout_s: longest wait of the other processes for the text, in seconds.
+
+    Raises:
+        jax.errors.JaxRuntimeError: the text did not come in time.
     """
     check_version()
     from jax._src import distributed
@@ -668,8 +680,8 @@ _listeners: list[Callable[[str, bytes], None]] = []
 def tell_of_keys(listener: Callable[[str, bytes], None]) -> None:
     """Registers `listener(key, value)` for the keys that `meet` and `told_by` set.
 
-    From now on the listener is called for each such key, on the thread that sets it.
-    The listener must not block.
+    From now on the listener is called for each such key that this process sets, on the
+    thread that sets it. The listener must not block.
     """
     _listeners.append(listener)
 

@@ -2,16 +2,17 @@
 
 A division is the load of each node, such as its number of microbatches.
 
-A round has four parts: divide, train, measure, judge. `Balance.after` is a pure
-function: it takes the measured seconds of a round and returns the next `Balance`. What
-is divided is a `Work`: `Microbatches`, `Operators` or `Layers`.
+A round is a series of training steps with one division, and has four parts: divide,
+train, measure, judge. `Balance.after` is a pure function: it takes the measured seconds
+of a round and returns the next `Balance`. What is divided is a `Work`: `Microbatches`,
+`Operators` or `Layers`.
 
 There are two policies. `proportional` raises the weight of a node that waits. `exact`
 takes the division that is best for the seconds of `SpeedEstimator`, if the gain is
 above the noise. `exact` has a guarantee if a step takes as long as its slowest node.
 Let e be the largest relative error of the estimated seconds of nodes, d the least gain
 that is accepted, a the division at the end, a* the best division, T(x) the true and
-T(x; est) the estimated step seconds of division x, and K the patience.
+T(x; est) the estimated step seconds of division x, and K `Rules.patience`.
 The last candidate c was refused: (1 - d) T(a; est) <= T(c; est), and T(c; est) <=
 T(a*; est) because c is best for the estimates. Estimates are off by at most e:
 (1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
@@ -50,9 +51,10 @@ from dtft.planner.arguments import check_choice, check_number, check_whole
 class Took:
     """Measured steps of one division (the load of each node).
 
-    Each round of the division has a median of its step seconds. `step_s` is the mean of
-    these medians, each weighted by the number of steps of its round. `num_steps` is the
-    number of steps of all these rounds.
+    The division was in force for one or more rounds (series of steps), each with a
+    median of its step seconds. `step_s` is the mean of these medians, each weighted by
+    the number of steps of its round. `num_steps` is the number of steps of all these
+    rounds.
     """
 
     division: Any
@@ -64,8 +66,9 @@ class Took:
 class StepTimes:
     """Seconds of whole steps, for each load measured since a node last drifted.
 
-    `took` maps a load (the units of each node) to the steps measured with it. It is
-    empty if whole steps are not measured.
+    A node drifts if its seconds change relative to the other nodes. `took` maps a load
+    (the units of work of each node) to the steps measured with it. It is empty if whole
+    steps are not measured.
     """
 
     took: Mapping[Load, Took] = field(default_factory=dict)
@@ -75,10 +78,12 @@ class StepTimes:
     ) -> "StepTimes":
         """Returns the step times with the steps of one more round included.
 
+        A round is a series of steps with one division of the work between nodes.
+
         Args:
             division: The division in force (a value of `Work.best` or `by_weight`).
-            load: Units of each node in the division.
-            step_s: Seconds of whole steps, `[steps]`.
+            load: Units of work of each node in the division, such as microbatches.
+            step_s: Seconds of the whole steps of the round, `[steps]`.
             level: Factor by which all nodes became slower; earlier seconds are
                 multiplied by this factor.
 
@@ -104,9 +109,9 @@ class StepTimes:
     def gain(self, here: Load, there: Load) -> float | None:
         """Returns the share of a step's seconds that a change of the load would save.
 
-        The change is from load `here` to load `there`. The share is computed from
-        measured steps. It is below 0 if `there` is slower, and None if either load has
-        no measured steps.
+        The change is from load `here` to load `there` (the units of work of each node).
+        The share is computed from measured steps. It is below 0 if `there` is slower,
+        and None if either load has no measured steps.
         """
         if here not in self.took or there not in self.took:
             return None
@@ -195,9 +200,11 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """Result of a round: seconds that nodes waited for the slowest node, the gain of
-    the candidate (the division that the policy proposes), and whether the candidate was
-    accepted."""
+    """What a round of steps showed, and whether the division of work was changed.
+
+    Has the seconds that nodes waited for the slowest node, the gain of the candidate
+    (the division that the policy proposes), and whether the candidate was accepted.
+    """
 
     max_wait_s: float
     mean_wait_s: float
@@ -233,7 +240,7 @@ class Balance(Generic[Division]):
 
     @classmethod
     def begin(cls, work: Work[Division], rules: Rules = Rules()) -> "Balance[Division]":
-        """Starts with equal weights and without measurements.
+        """Makes the first balance: equal weights of all nodes, and no measurements.
 
         Raises:
             ValueError: `work` lacks the method `by_weight`, or `rules` is no `Rules`.
@@ -261,9 +268,10 @@ class Balance(Generic[Division]):
     def settled(self) -> bool:
         """Whether the division is settled: no change and no drift in `patience` rounds.
 
-        A node drifts if its seconds per unit change relative to the other nodes. A
-        settled division can still change if a node drifts, or if more steps make the
-        noise smaller than a gain.
+        `patience` is a field of `rules`; a round is a series of steps with one
+        division. A node drifts if its seconds per unit change relative to the other
+        nodes. A settled division can still change if a node drifts, or if more steps
+        make the noise smaller than a gain.
         """
         return self.unchanged >= self.rules.patience
 
@@ -277,12 +285,14 @@ class Balance(Generic[Division]):
     ) -> "Balance[Division]":
         """Returns the balance after one more round, perhaps with another division.
 
-        The policy proposes a candidate. The division changes to the candidate if the
-        gain (`Judgement.gain`) exceeds the threshold, and if the seconds that the
-        candidate saves in `remaining_steps` exceed `cost_s`.
+        A round is a series of steps with one division. The policy of `rules` proposes a
+        division, the candidate. The division changes to the candidate if the gain
+        (`Judgement.gain`) exceeds the threshold, and if the seconds that the candidate
+        saves in `remaining_steps` exceed `cost_s`.
 
         Args:
-            busy_s: Seconds of local work, `[steps, n]`.
+            busy_s: Seconds of local work of each node in each step of the round,
+                `[steps, n]`.
             step_s: Seconds of whole steps, `[steps]`, if these exceed the seconds of
                 the slowest node. `exact` then compares measured divisions by step
                 seconds. None: a step takes as long as its slowest node.
@@ -346,10 +356,10 @@ def _gain(
 ) -> tuple[float, float]:
     """Returns the share of a step's seconds that a candidate division saves.
 
-    The second number is the error of this share: the larger of the relative standard
-    errors of the seconds in the two divisions. The share is computed from the seconds
-    of nodes. These are measured if `SpeedEstimator.measured` has both divisions, else
-    estimated by `speeds`.
+    The candidate is compared with the division in force. The second number is the error
+    of the share: the larger of the relative standard errors of the nodes' seconds in
+    the two divisions. The share is computed from the nodes' seconds. These are measured
+    if `SpeedEstimator.measured` has both divisions, else estimated by `speeds`.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)
@@ -365,9 +375,12 @@ def _proportional(
 ) -> tuple[Division, Floats, float, float]:
     """Raises the weights of nodes that wait longer than the mean; lowers the others.
 
-    Returns the division by these weights (the candidate), the weights, the gain and the
-    threshold. The gain is 1 if the candidate's load differs from the load in force,
-    else 0. The threshold is 0.
+    `busy` has the seconds of local work of each node in each step, `[steps, n]`.
+
+    Returns:
+        The division by the new weights (the candidate), the new weights, the gain and
+        the threshold. The gain is 1 if the candidate gives a node another load than the
+        division in force, else 0. The threshold is 0.
     """
     wait = waits(busy).mean(0)
     step_s = float(busy.max(1).mean())

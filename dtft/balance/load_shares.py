@@ -25,12 +25,14 @@ def allocate(
     cap: ArrayLike | None = None,
     low: int = 1,
 ) -> Counts:
-    """Finds the integer shares that minimise `max(fixed_s + shares * unit_s)`.
+    """Divides the microbatches of a step over nodes, for the shortest step.
 
-    The result is exact: for this objective, the best rule is to give each microbatch in
-    turn to the node that would finish it first. A bisection assigns all but the last
-    few microbatches at once. At equal finishing times the node with the lower index
-    gets the microbatch, so equal input gives equal shares on every host.
+    A node is what takes microbatches, such as a replica. The integer shares minimise
+    `max(fixed_s + shares * unit_s)`. The result is exact: for this objective, the best
+    rule is to give each microbatch in turn to the node that would finish it first. A
+    bisection assigns all but the last few microbatches at once. At equal finishing
+    times the node with the lower index gets the microbatch, so equal input gives equal
+    shares on every host.
 
     Args:
         unit_s: Seconds per microbatch, `[n]`, each finite and above 0.
@@ -65,9 +67,10 @@ def allocate(
 
 @dataclass(frozen=True, kw_only=True)
 class Microbatches:
-    """The microbatches of a step as divisible work (`balance.Work`).
+    """The microbatches of a step as work to divide between nodes (`balance.Work`).
 
-    A division is the number of microbatches of each node (the shares), `[n]`.
+    A node is a replica. A division is the number of microbatches of each node (the
+    shares), `[n]`.
     """
 
     num_nodes: int
@@ -82,10 +85,11 @@ class Microbatches:
         _check_bounds(self.total, np.array(most), self.low, self.num_nodes)
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Returns shares in proportion to weights, within `low` and `cap`.
+        """Returns shares in proportion to the nodes' relative speeds, the weights.
 
-        A node of weight 0 takes `low` microbatches. It takes more only if the caps of
-        the other nodes are too small for all microbatches.
+        Each share lies between the fields `low` (least microbatches of a node) and
+        `cap` (most of each node). A node of weight 0 takes `low` microbatches. It takes
+        more only if the caps of the other nodes are too small for all microbatches.
         """
         if self.cap is None:
             return by_weight(weights, self.total, low=self.low)
@@ -97,18 +101,23 @@ class Microbatches:
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
         """Returns the shares with the fewest seconds until the last node is done.
 
-        A node takes `fixed_s + share * unit_s` seconds; `[n]` each.
+        A node takes `fixed_s + share * unit_s` seconds in a step, its share being a
+        number of microbatches; `[n]` each.
         """
         return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
 
     def load(self, division: Counts) -> Floats:
-        """Returns the microbatches of each node, `[n]`, as floats."""
+        """Returns the number of microbatches of each node, `[n]`, as floats."""
         return check_division(division, self.num_nodes, self.total).astype(float)
 
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Returns the seconds until the last node is done (see `best`)."""
+        """Returns the seconds until the last node has done its microbatches.
+
+        `division` has the microbatches of each node; the other arguments are those of
+        `best`.
+        """
         shares = check_division(division, self.num_nodes, self.total)
         return makespan(shares, unit_s, fixed_s)
 
@@ -136,9 +145,10 @@ def check_division(division: ArrayLike, num_nodes: int, total: int) -> Counts:
 def makespan(
     shares: ArrayLike, unit_s: ArrayLike, fixed_s: ArrayLike | None = None
 ) -> float:
-    """Returns the seconds until the last node has worked through its share.
+    """Returns the seconds until the last node has done its share of a step.
 
-    A node takes `fixed_s + share * unit_s` seconds.
+    A node takes `fixed_s + share * unit_s` seconds, its share being a number of
+    microbatches.
     """
     fixed = np.zeros(()) if fixed_s is None else np.asarray(fixed_s, float)
     return float(np.max(fixed + np.asarray(shares) * np.asarray(unit_s, float)))
@@ -147,7 +157,8 @@ def makespan(
 def waits(busy_s: ArrayLike) -> Floats:
     """Returns the seconds that each node waits for the slowest node.
 
-    The last dim of `busy_s` and of the result is the nodes.
+    `busy_s` has the seconds that each node works. The nodes are the last dim of
+    `busy_s` and of the result.
     """
     busy = np.asarray(busy_s, float)
     return busy.max(-1, keepdims=True) - busy
@@ -179,9 +190,10 @@ def _checked_weights(weights: ArrayLike) -> Floats:
 
 
 def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
-    """Returns shares in proportion to weights, rounded by largest remainder.
+    """Divides `total` microbatches over nodes in proportion to the nodes' weights.
 
-    No share is below `low`, so nodes of larger weight may get less than their part.
+    Shares are rounded by largest remainder. No share is below `low`, so nodes of larger
+    weight may get less than their proportion.
 
     >>> by_weight([2.0, 1.0, 1.0], 9)
     array([5, 2, 2])
@@ -205,9 +217,20 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 def _before_makespan(
     seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
-    """Finds the largest shares with which all nodes end just before the least makespan.
+    """Finds how many microbatches each node can finish just before the least makespan.
 
-    No share is below `low`. The sum of the shares is at most `total`.
+    The least makespan is the shortest time in which all nodes together can do `total`
+    microbatches; it is found by bisection.
+
+    Args:
+        seconds: seconds per microbatch on each node, `[n]`.
+        fixed: seconds of each node that do not depend on its share, `[n]`.
+        total: microbatches of a step.
+        most: largest share of each node, `[n]`.
+        low: smallest share of each node.
+
+    Returns:
+        `[n]` shares between `low` and `most`, with a sum of at most `total`.
     """
     early, late = 0.0, float(fixed.max() + seconds.max() * total)
     for _ in range(60):
@@ -226,7 +249,12 @@ def _done_by(left: Floats, seconds: Floats, most: Counts, low: int) -> Counts:
 def _hand_out(
     shares: Counts, seconds: Floats, fixed: Floats, total: int, most: Counts
 ) -> Counts:
-    """Gives each remaining microbatch to the node that would finish it first."""
+    """Gives each remaining microbatch to the node that would finish it first.
+
+    `shares` are the microbatches that each node has already; they are changed in place
+    and returned with the sum `total`. The other arguments are those of
+    `_before_makespan`.
+    """
     while (missing := total - int(shares.sum())) > 0:
         finish = np.where(shares < most, fixed + (shares + 1) * seconds, np.inf)
         # Gives one to several nodes at once, as long as no node would end earlier with
@@ -310,9 +338,10 @@ _ARRAYS = ("layer_s", "state_bytes", "activation_bytes", "capacity_bytes")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Layers:
-    """The layers of a model as divisible work (`balance.Work`); stage s is on node s.
+    """The layers of a model as work to divide between pipeline stages (`balance.Work`).
 
-    A division is the number of layers of each stage, `[stages]`.
+    A node is what runs a stage; stage s is on node s. A division is the number of
+    layers of each stage, `[stages]`.
     """
 
     layer_s: Floats
@@ -351,7 +380,11 @@ class Layers:
             )
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Checks that a field is None, or an array of this shape of numbers >= 0."""
+        """Raises a ValueError unless a field is None or a valid array.
+
+        A valid array has the given shape, and only numbers of 0 or more. `name` is the
+        field's name.
+        """
         value = getattr(self, name)
         if value is None:
             return
@@ -425,8 +458,11 @@ class Layers:
     def seconds(
         self, division: Counts, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Returns the seconds of a 1F1B pipeline's step with `division` layers per
-        stage; `unit_s` and `fixed_s` are as in `best`."""
+        """Returns the seconds of a step of a 1F1B pipeline.
+
+        `division` has the number of layers of each stage; `unit_s` and `fixed_s` are as
+        in `best`.
+        """
         sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
         return self._step_s(_of_stages(sums, counts))
@@ -435,11 +471,11 @@ class Layers:
         return float((self.microbatches - 1) * stage_s.max() + stage_s.sum())
 
     def _sums(self, unit_s: Floats) -> Floats:
-        """Sums the seconds of layers `[start, stop)` on each stage: an array
-        `[stages, start, stop]`.
+        """Sums the seconds of each range of layers on each stage.
 
-        Seconds are of one microbatch, and infinite where a stage cannot run one of the
-        layers.
+        Returns an array `[stages, start, stop]`: the seconds of one microbatch in the
+        layers from `start` to `stop` - 1. They are infinite where a stage cannot run
+        one of these layers. `unit_s` is as in `best`.
         """
         can = np.isfinite(self.layer_s) & np.isfinite(unit_s)
         upto = _upto(np.where(can, self.layer_s, 0.0) * np.where(can, unit_s, 1.0))

@@ -28,7 +28,11 @@ TURNS = 3
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operators:
-    """Tasks of a step on different nodes, as divisible work (`balance.Work`)."""
+    """The tasks of a step as work to divide between nodes (`balance.Work`).
+
+    A task is an operator, a loop or a layer of a program; a node is a device. A
+    division is a `Placement`: the node of each task.
+    """
 
     tasks: Tasks
     nodes: Nodes
@@ -49,8 +53,8 @@ class Operators:
     ) -> "Operators":
         """Returns the tasks of a program as divisible work.
 
-        `priced` has the tasks' seconds by the cost model. The options are those of
-        `placement.place`.
+        `priced` has the tasks, and their seconds on each node by the cost model. The
+        options are those of `placement.place`.
         """
         return cls(
             tasks=priced.tasks,
@@ -84,8 +88,9 @@ class Operators:
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
         """Returns the placement with the shortest step among those that it tries.
 
-        One placement is tried; with a `fixed_s` above 0, `TURNS` more. Each further one
-        has weights from the loads of the previous placement.
+        One placement is tried, or 1 + `TURNS` if a node has a `fixed_s` above 0. For
+        each further placement, a node's relative speed is the geometric mean of its
+        previous relative speed and its speed under the load of the previous placement.
 
         Args:
             unit_s: seconds of each node per second of the cost model, `[n]`.
@@ -110,7 +115,7 @@ class Operators:
     def seconds(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None = None
     ) -> float:
-        """Returns the seconds of a step of a placement, with waits for transfers.
+        """Returns the seconds of a step with a placement, waits for transfers included.
 
         Args:
             division: the placement.
@@ -135,9 +140,10 @@ class Operators:
     def _with_load(
         self, division: Placement, unit_s: Floats, fixed_s: Floats | None
     ) -> Floats:
-        """Returns `unit_s` plus each node's `fixed_s` per unit of its load, `[n]`.
+        """Returns each node's seconds per unit of load, fixed seconds included, `[n]`.
 
-        For a node without load, returns its `unit_s`.
+        These are `unit_s` plus `fixed_s` divided by the node's load in the placement
+        `division`. For a node without load they are its `unit_s`.
         """
         if fixed_s is None:
             return unit_s

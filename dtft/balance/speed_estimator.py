@@ -2,8 +2,8 @@
 
 Drift is a change of a node's seconds relative to the other nodes. The seconds of a unit
 depend on the division (the units of each node), because a node has fixed work in each
-step (an update, transfers). So drift is tested on rounds of one division only, and a
-measured division keeps its measured seconds.
+step (an update, transfers). So drift is tested on rounds of one division only (a round
+is a series of measured steps), and a measured division keeps its measured seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,9 +43,10 @@ because clocks and caches limit precision."""
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Mean seconds per unit of each node in one division (the units of each node).
+    """Mean seconds per unit of load on each node, in one division of the load.
 
-    All arrays are `[n]`. Means are scaled to the speed of the nodes in the last round.
+    A unit is a microbatch, or a second of the cost model. All arrays are `[n]`. Means
+    are scaled to the speed of the nodes in the last round (series of measured steps).
     `num_steps` is 0 for a node without measurements.
     """
 
@@ -62,7 +63,7 @@ class UnitTimes:
 
     @classmethod
     def unknown(cls, num_nodes: int) -> "UnitTimes":
-        """Makes unit times without measurements."""
+        """Makes the value before any measurement: all arrays are zeros."""
         zeros = np.zeros(num_nodes)
         return cls(
             num_steps=np.zeros(num_nodes, np.int64),
@@ -74,7 +75,7 @@ class UnitTimes:
 
     @property
     def error(self) -> Floats:
-        """Relative standard error of each mean, `[n]`; 0 if not measured."""
+        """Relative standard error of each node's `mean_s`, `[n]`; 0 if not measured."""
         known = self.num_steps > 0
         if not known.any():
             return np.zeros(known.size)
@@ -87,11 +88,11 @@ class UnitTimes:
     def after(self, busy_s: ArrayLike, load: ArrayLike) -> "UnitTimes":
         """Returns the unit times with the measurements of one more round included.
 
-        A node that drifted (its seconds changed relative to the other nodes) keeps only
-        the measurements of this round.
+        A round is a series of steps with one load. A node that drifted (its seconds
+        changed relative to the other nodes) keeps only the measurements of this round.
 
         Args:
-            busy_s: Seconds of local work, `[steps, n]`.
+            busy_s: Seconds of local work of each node in each step, `[steps, n]`.
             load: Units of each node in each of the steps, `[n]`. A node without load
                 keeps its mean, times the factor by which all other nodes became slower.
 
@@ -130,9 +131,16 @@ class UnitTimes:
     def _compared(
         self, mean: Floats, variance: Floats, steps: int, loaded: NDArray[np.bool_]
     ) -> "UnitTimes":
-        """Returns the unit times with `rise` and `fall` updated by a round.
+        """Returns the unit times with `rise` and `fall` updated by one more round.
 
-        For nodes that drifted, `rise`, `fall` and `num_steps` are 0.
+        `rise` and `fall` are the evidence that a node became slower or faster. For
+        nodes that drifted, `rise`, `fall` and `num_steps` are 0.
+
+        Args:
+            mean: mean seconds per unit in the round, `[n]`.
+            variance: variance of these seconds between steps, `[n]`.
+            steps: number of steps of the round.
+            loaded: whether each node had load in the round, `[n]`.
         """
         known = loaded & (self.num_steps > 0)
         estimate = np.where(known, self.mean_s, 1.0)
@@ -167,7 +175,7 @@ class UnitTimes:
 
 
 def shared_level(ratio: Floats) -> float:
-    """Returns the factor by which all nodes became slower.
+    """Returns the factor by which all nodes became slower; below 1: faster.
 
     `ratio` is each node's seconds now, relative to its seconds before. The factor is
     the value of `ratio` closest to 1. It is 1 if some nodes became slower and others
@@ -184,10 +192,11 @@ def shared_level(ratio: Floats) -> float:
 def drifted(
     before: UnitTimes, after: UnitTimes, load: ArrayLike, steps: int
 ) -> tuple[int, ...]:
-    """Returns the nodes that drifted in a round of `steps` steps.
+    """Returns the numbers of the nodes that drifted in a round of `steps` steps.
 
-    `after` is `before` with the round included. A node drifted if `after` has dropped
-    the node's earlier measurements, so that it counts fewer than `steps` more steps.
+    `after` is `before` with the measurements of the round included, in which `load` has
+    the units of each node. A node drifted if `after` has dropped the node's earlier
+    measurements, so that it counts fewer than `steps` more steps.
     """
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
     begun &= after.num_steps < before.num_steps + steps
@@ -278,11 +287,14 @@ class Speeds:
     measurement."""
 
     def needed(self, load: ArrayLike) -> Floats:
-        """Returns the seconds of each node in a step with a load, `[n]`."""
+        """Returns the seconds of each node in a step, `[n]`.
+
+        `load` has the units of work of each node, `[n]`.
+        """
         return self.fixed_s + np.asarray(load, float) * self.unit_s
 
     def weights(self, load: Floats) -> Floats:
-        """Returns the relative speed of each node under a load, `[n]`.
+        """Returns the relative speed of each node under a load (units of each), `[n]`.
 
         The speed is the mean seconds per unit of all nodes, divided by the seconds per
         unit of the node.
@@ -307,7 +319,7 @@ class SpeedEstimator:
     """Factor by which all nodes were slower in the last round than estimated."""
 
     def measured(self, load: Floats) -> Speeds | None:
-        """Returns the measured seconds of nodes under a load.
+        """Returns the measured seconds of nodes under a load (the units of each node).
 
         A node without load gets estimated seconds. Returns None if `times` lacks the
         load, or if a node with load has drifted since the measurement.
@@ -324,18 +336,19 @@ class SpeedEstimator:
     def after(
         self, busy_s: ArrayLike, load: Floats
     ) -> tuple["SpeedEstimator", tuple[int, ...]]:
-        """Includes the measurements of one more round.
+        """Returns the estimator with the measurements of one more round included.
 
-        Nodes that drifted keep only the measurements of this round. Drift is tested
-        against earlier rounds with the same load. If there are more than `MOST` loads,
-        the load that was measured longest ago is dropped.
+        A round is a series of steps with one load. Nodes that drifted (their seconds
+        changed relative to the other nodes) keep only the measurements of this round.
+        Drift is tested against earlier rounds with the same load. If there are more
+        than `MOST` loads, the load that was measured longest ago is dropped.
 
         Args:
-            busy_s: Seconds of local work, `[steps, n]`.
+            busy_s: Seconds of local work of each node in each step, `[steps, n]`.
             load: Units that each node worked on, `[n]`.
 
         Returns:
-            The estimator with the round, and the nodes that drifted.
+            The new estimator, and the numbers of the nodes that drifted.
 
         Raises:
             ValueError: see `UnitTimes.after`.
@@ -352,8 +365,9 @@ class SpeedEstimator:
     def _level(self, here: UnitTimes, load: Floats) -> float:
         """Returns the factor by which all nodes are slower in `here` than estimated.
 
-        The estimate is that of `speeds` for the load. Returns 1 without an estimate, or
-        if only some nodes are slower.
+        `here` was measured under `load` (the units of each node); the estimate is that
+        of `speeds` for this load. Returns 1 without an estimate, or if only some nodes
+        are slower.
         """
         known = (load > 0) & self.known
         expected = self.speeds().needed(load)
@@ -361,7 +375,7 @@ class SpeedEstimator:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """Whether each node has measurements under a load of `times`, `[n]`."""
+        """Whether each node has measurements under any load in `times`, bool `[n]`."""
         steps = [took.num_steps > 0 for took in self.times.values()]
         return np.any(steps, axis=0) if steps else np.zeros(self.num_nodes, bool)
 
@@ -402,10 +416,14 @@ class SpeedEstimator:
 
 
 class _Rows:
-    """Sums over the measured loads, for each node's least-squares fit; `[n]` each."""
+    """A least-squares fit of each node's busy seconds to its load, from measurements.
+
+    Fits the seconds per unit of load and the fixed seconds of a step. The attributes
+    are sums over the measured divisions, `[n]` each.
+    """
 
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
-        """Sums over the measured loads; each node must be measured at least once.
+        """Computes the sums; each node must be measured at least once.
 
         All arguments are as returned by `SpeedEstimator._rows`, `[divisions, n]`.
         """
@@ -421,7 +439,7 @@ class _Rows:
         self.newest, self.newest_s = load[last, nodes], busy[last, nodes]
 
     def fitted(self) -> tuple[Floats, Floats, Floats]:
-        """Returns fixed seconds, seconds per unit, and an error, `[n]` each.
+        """Returns each node's fixed seconds, seconds per unit, and error, `[n]` each.
 
         The error is the relative standard error of a node's seconds under the load with
         which the node was measured last.
@@ -438,9 +456,10 @@ class _Rows:
     def _likely(self) -> Floats:
         """Estimates the likely size of the fixed seconds of each node, `[n]`.
 
-        The size is a share of a node's shortest seconds. The share is estimated by
-        moments from the nodes that were measured with different loads. Without such
-        nodes, the share is `LIKELY_FIXED`.
+        Fixed seconds are those of a step that do not depend on load. The size is a
+        share of a node's shortest seconds. The share is estimated by moments from the
+        nodes that were measured with different loads. Without such nodes, the share is
+        `LIKELY_FIXED`.
         """
         area = self.ones * self.squared - self.load**2
         unlike = area > 1e-6 * self.ones * self.squared

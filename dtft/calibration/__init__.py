@@ -1,6 +1,7 @@
 """Micro-benchmarks of the local devices, and the calibration fitted to their times.
 
-* `calibrate`: the sizes to measure, and the fit of the planner's scalars.
+* `calibrate`: the sizes to measure, and the fit of the constants of the planner's cost
+  model, such as bandwidths and efficiencies.
 * `microbenchmarks`: times of single operations, convolutions and collectives.
 
 The calibration file and the formulas are in `dtft.planner.cost`. The command `dtft

@@ -1,4 +1,6 @@
-"""Measures the local devices, and fits the planner's scalars to the times.
+"""Measures the local devices, and fits the planner's cost model to the times.
+
+Fitted are constants such as bandwidths, latencies and the efficiency of matmuls.
 
 The measurements are in `microbenchmarks`, the fits in `dtft.planner.cost`.
 """
@@ -44,7 +46,7 @@ span many time slices of the scheduler."""
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSizes:
-    """Sizes of the micro-benchmarks of a platform."""
+    """Sizes of the operations that are timed on a platform, and how long and often."""
 
     dtypes: tuple[str, ...]
     """Dtypes of matmuls; the efficiency is fitted to the first dtype."""
@@ -91,10 +93,10 @@ class BenchmarkSizes:
     def among(self, num_processes: int) -> "BenchmarkSizes":
         """Returns the sizes that a job of `num_processes` processes measures.
 
-        With several processes, benchmarks have longer loops (`BenchmarkPace.among`). If
-        the processes share cores (`behind` is above 0), only every third size of
-        `collectives` is measured, because compiling takes longest. Memory is then
-        measured at the pace `_LONG`.
+        With one process these are all sizes. With several processes, benchmarks have
+        longer loops (`BenchmarkPace.among`). If the processes share cores (`behind` is
+        above 0), only every third size of collectives is measured, because compiling
+        takes longest, and memory is measured with the longest loops (`_LONG`).
 
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
         [3, 8]
@@ -158,8 +160,9 @@ layers (`_ahead`)."""
 def measure_devices(
     devices: Sequence[Any], sizes: BenchmarkSizes | None = None
 ) -> Calibration:
-    """Measures the local devices and fits the scalars of the planner's cost model.
+    """Measures the local devices and fits the planner's cost model to the times.
 
+    Fitted are constants such as bandwidths, latencies and the efficiency of matmuls.
     All devices run each benchmark at the same time, as in a training step.
 
     In a job of several processes, every process must call this function with
@@ -219,10 +222,13 @@ def _say(text: str) -> None:
 def _compute(
     devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
 ) -> tuple[DeviceType, dict[str, CalibrationFit]]:
-    """Times all operations but collectives, and fits the scalars of the device.
+    """Times all operations but collectives, and fits the device's speeds to the times.
 
-    Returns the device with the fitted scalars, and each fit by name. Memory is fitted
-    first, because its bandwidth bounds matmuls of few rows.
+    Memory is fitted first, because its bandwidth bounds matmuls of few rows.
+
+    Returns:
+        The device with the fitted speeds, and a map from the name of a benchmark, such
+        as "matmul", to its fit.
     """
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))
     _say("memory ...")
@@ -264,7 +270,7 @@ def _compute(
 
 
 def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
-    """Times every function of `microbenchmarks.ELEMENT_WISE`."""
+    """Times the functions in `microbenchmarks.ELEMENT_WISE`, such as exp and gelu."""
     num = sizes.elements**2
     return [
         ElementTime(
@@ -279,9 +285,10 @@ def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
 
 
 def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
-    """Times convolutions in both passes.
+    """Times convolutions, forward and backward, at the sizes in `sizes.convolutions`.
 
-    With `sizes.images`, also times the forward pass of a first convolution of images.
+    With `sizes.images`, also times the forward pass of a model's first convolution,
+    whose input is images with three channels.
     """
     times = [
         ConvolutionTime(
@@ -311,7 +318,11 @@ def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
 def _matmuls(
     mesh: Any, dtype: str, sizes: BenchmarkSizes
 ) -> tuple[list[MatmulTime], float]:
-    """Times matmuls; also returns the least seconds to start one of their programs."""
+    """Times matmuls of a dtype at all sizes.
+
+    Returns:
+        The times, and the least seconds that the host took to start a program.
+    """
     times, dispatch = [], []
     for m in sizes.rows:
         for n, k in sizes.dims:
@@ -326,9 +337,16 @@ def _collectives(
 ) -> list[CollectiveTime]:
     """Times each kind of collective at each size, on one level of the fabric.
 
-    Each is timed in groups of the sizes that `_group_sizes` chooses; neighbours in a
-    group are `inner` devices apart. In jobs of several processes with `sizes.behind`
-    above 0, the kinds in `_OFTEN` are timed after matmuls, as in a step.
+    A level is one stage of the links, such as those within a host or between hosts.
+    Each collective is timed in groups with the numbers of devices that `_group_sizes`
+    chooses. In jobs of several processes with `sizes.behind` above 0, the kinds in
+    `_OFTEN`, such as the all-reduce, are timed after matmuls, as in a step.
+
+    Args:
+        devices: the devices, those of a host after each other.
+        inner: distance in `devices` between neighbours in a group.
+        level: the level to measure.
+        sizes: the sizes to measure.
     """
     groups = _group_sizes(level.size)
     meshes = [microbenchmarks.make_mesh(devices, inner, members) for members in groups]
@@ -357,7 +375,8 @@ def _in_step(
 ) -> list[CollectiveTime]:
     """Times one kind of collective after matmuls, at every size in `sizes.collectives`.
 
-    If noise makes the time of a size 0 or less, the collective is timed alone.
+    `members` is the number of devices in a group of `mesh`. If noise makes the time of
+    a size 0 or less, the collective is timed again without matmuls.
     """
     found = microbenchmarks.behind_s(
         mesh, sizes.collectives, _OF_SIZES, kind, sizes.behind
@@ -378,10 +397,12 @@ def _in_step(
 def _behind(
     devices: Sequence[Any], inner: int, level: Level, sizes: BenchmarkSizes
 ) -> list[SyncSkewTime]:
-    """Times all-reduces that follow matmuls, to fit how long processes wait to meet.
+    """Times all-reduces that follow matmuls, on one level of the fabric.
 
-    Returns [] if `sizes.meeting` is empty. Returns [] in a job of one process, because
-    the cost model has no term for waits between the threads of one process.
+    The times show how long processes wait for each other before a collective.
+    `sizes.meeting` has the sizes; `inner` and `level` are as in `_collectives`. Returns
+    [] if `sizes.meeting` is empty. Also returns [] in a job of one process, because the
+    cost model has no term for waits between the threads of one process.
     """
     if jax.process_count() == 1 or not sizes.meeting:
         return []
@@ -401,7 +422,8 @@ def _ahead(
 ) -> list[PrefetchTime]:
     """Times gathers of parameters that run while earlier layers compute.
 
-    Returns [] in a job of one process, or if `sizes.ahead` is empty.
+    `sizes.ahead` has the sizes; `inner` and `level` are as in `_collectives`. Returns
+    [] in a job of one process, or if `sizes.ahead` is empty.
     """
     if jax.process_count() == 1 or not sizes.ahead:
         return []
@@ -421,10 +443,10 @@ def _ahead(
 
 
 def _group_sizes(size: int) -> list[int]:
-    """Chooses the group sizes to measure on a level of `size` members.
+    """Chooses how many devices the measured collectives on a level have.
 
-    They are the smallest divisor of `size` above 1, `size` itself, and the divisor
-    nearest to their geometric mean.
+    The level joins `size` devices or groups. The numbers are the smallest divisor of
+    `size` above 1, `size` itself, and the divisor nearest to their geometric mean.
 
     >>> _group_sizes(8), _group_sizes(2), _group_sizes(6), _group_sizes(256)
     ([2, 4, 8], [2], [2, 3, 6], [2, 32, 256])
@@ -438,9 +460,11 @@ def _group_sizes(size: int) -> list[int]:
 def _overlap(
     devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
 ) -> tuple[DeviceType, float]:
-    """Times a matmul beside all-reduces of several sizes, and fits the overlap.
+    """Times a matmul beside all-reduces of several sizes, and fits their overlap.
 
-    Returns the device with the fitted overlap, and the residual of the fit.
+    Fitted are the share of a computation that collectives can overlap, and how much
+    slower it runs beside a collective. Returns the device with these numbers, and the
+    residual of the fit.
     """
     _say("overlap ...")
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))

@@ -33,7 +33,7 @@ Body = Callable[..., tuple[jax.Array, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkPace:
-    """Duration and number of the timed loops."""
+    """How long a timed loop runs, and how often it is timed."""
 
     budget_s: float = 0.01
     """Least duration of a timed loop, in seconds."""
@@ -81,7 +81,7 @@ def make_loop(
 
     Args:
         mesh: mesh of `make_mesh`; all devices of the mesh run the loop.
-        body: one turn.
+        body: one turn on one device; maps the carried arrays to their next values.
         shapes: shapes of the carried arrays on one device.
         dtype: dtype of these arrays.
     """
@@ -124,7 +124,7 @@ def timed(
 
     Args:
         mesh: mesh of `make_mesh`; all devices of the mesh run the loop.
-        body: one turn.
+        body: one turn on one device; maps the carried arrays to their next values.
         shapes: shapes of the carried arrays on one device.
         dtype: dtype of these arrays.
         pace: duration and number of the timed loops.
@@ -140,10 +140,10 @@ def timed(
 
 
 def _turns(run: Callable[[int], float], budget_s: float) -> int:
-    """Finds a number of turns that takes at least `budget_s` seconds.
+    """Finds a number of turns for which a loop takes at least `budget_s` seconds.
 
-    The number is equal on all processes, and at most `MOST_TURNS` even if these take
-    fewer seconds.
+    `run` runs a number of turns and returns their seconds. The result is equal on all
+    processes, and at most `MOST_TURNS` even if these take fewer seconds.
     """
     turns = 2
     while True:
@@ -155,7 +155,7 @@ def _turns(run: Callable[[int], float], budget_s: float) -> int:
 
 
 def agreed(seconds: float) -> float:
-    """Returns the seconds that process 0 measured, in every process."""
+    """Returns the `seconds` of process 0; every process must call the function."""
     if jax.process_count() == 1:
         return seconds
     found = multihost_utils.broadcast_one_to_all(np.float32(seconds))
@@ -163,7 +163,7 @@ def agreed(seconds: float) -> float:
 
 
 def slowest(seconds: float) -> float:
-    """Returns the largest `seconds` of any process; waits for all processes."""
+    """Returns the largest `seconds` of all processes; waits until all have called."""
     if jax.process_count() == 1:
         return seconds
     return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
@@ -180,7 +180,7 @@ def filled(
     Args:
         mesh: mesh of `make_mesh`.
         shapes: shapes of the arrays on one device.
-        specs: partition of each array, along its first dim.
+        specs: PartitionSpec of each array, which divides only its first dim.
         dtype: dtype of all arrays.
     """
     values = np.random.default_rng(0).standard_normal(1021)
@@ -252,8 +252,10 @@ def element_wise_s(
 def strided_s(mesh: Mesh, side: int, pace: BenchmarkPace) -> float:
     """Measures the extra seconds per element to read an array out of memory order.
 
-    An update reads a gradient this way if a matmul has made the transposed gradient.
-    Both arrays change in every turn; otherwise XLA would transpose before the loop.
+    Two loops on (side, side) arrays are compared: one reads an array, the other its
+    transpose. An update reads a gradient this way if a matmul has made the transposed
+    gradient. Both arrays change in every turn; otherwise XLA would transpose before the
+    loop.
     """
 
     def along(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -286,8 +288,9 @@ def convolution_s(
 ) -> float:
     """Measures the seconds of one 3 by 3 convolution of (rows, side, side, channels).
 
-    Several convolutions in a row are timed, forward and backward. The result is the
-    mean over all convolutions of both passes.
+    `rows` is the number of images on one device. Several convolutions in a row are
+    timed, forward and backward. The result is the mean over all convolutions of both
+    passes.
     """
 
     def loss(kernels: jax.Array, x: jax.Array) -> jax.Array:
@@ -331,10 +334,12 @@ def first_s(
 def windows_s(
     mesh: Mesh, rows: int, side: int, channels: int, pace: BenchmarkPace
 ) -> tuple[float, float]:
-    """Times 3 by 3 max pooling and its backward pass, in seconds per window element.
+    """Times 3 by 3 max pooling, forward and backward, in seconds per window element.
 
-    The input is (rows, side, side, channels). The forward pass has stride 1. The
-    backward pass has stride 2, as in layers that reduce the size of images.
+    Returns the seconds of the forward and of the backward pass, divided by the number
+    of outputs and by the 9 elements of a window. The input is (rows, side, side,
+    channels). The forward pass has stride 1. The backward pass has stride 2, as in
+    layers that reduce the size of images.
     """
     shape, fewer = (rows, side, side, channels), (rows, side // 2, side // 2, channels)
 
@@ -369,9 +374,10 @@ def _once_s(
     shapes: Sequence[tuple[int, ...]],
     pace: BenchmarkPace,
 ) -> float:
-    """Measures the median seconds of a program without a loop.
+    """Measures the median seconds of a program that runs `body` once on each device.
 
-    XLA's CPU backend computes convolutions inside loops many times slower.
+    `shapes` are the shapes of the arguments of `body`. There is no loop, because XLA's
+    CPU backend computes convolutions inside loops many times slower.
     """
     specs = [PartitionSpec(("outer", "group", "inner"))] * len(shapes)
     program = jax.jit(
@@ -407,7 +413,7 @@ def collective_s(
 ) -> TimedProgram:
     """Times one collective of float32 along the mesh axis `group`.
 
-    `num_bytes` is the bytes of a device's operand; for an all-gather, of the result.
+    `num_bytes` are the bytes of a device's operand; for an all-gather, of the result.
     """
     members = mesh.shape["group"]
     local = _local(kind, num_bytes, members)
@@ -419,16 +425,20 @@ def collective_s(
 
 
 def _local(kind: CollectiveKind, num_bytes: int, members: int) -> int:
-    """Computes the number of float32 elements of a device's operand.
+    """Computes the number of float32 elements of a device's operand of a collective.
 
-    `num_bytes` is the bytes of a device's operand; for an all-gather, of the result.
+    `num_bytes` are the bytes of this operand; for an all-gather, of the result.
+    `members` is the number of devices that take part.
     """
     size = num_bytes // 4 // members * members
     return size // members if kind == "all_gather" else size
 
 
 def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
-    """Runs a collective; returns an array of the operand's shape for the next turn."""
+    """Runs a collective along the mesh axis "group", which has `members` devices.
+
+    Returns an array of x's shape, the operand of the loop's next turn.
+    """
     if kind == "all_reduce":
         return lax.psum(x, "group")
     if kind == "permute":
@@ -450,7 +460,10 @@ def collective(kind: CollectiveKind, x: jax.Array, members: int) -> jax.Array:
 def overlap_s(
     mesh: Mesh, side: int, num_bytes: int, dtype: Any, pace: BenchmarkPace
 ) -> TimedProgram:
-    """Times a square matmul together with an independent all-reduce of `num_bytes`."""
+    """Times a matmul of two (side, side) matrices beside an all-reduce of `num_bytes`.
+
+    Neither needs the other's result, so they may run at the same time.
+    """
     members = mesh.shape["group"]
 
     def body(x: jax.Array, by: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -519,7 +532,8 @@ def ahead_s(
 ) -> tuple[float, float, float]:
     """Times three loops: layers, gathers of the layers' parameters, and both together.
 
-    A gather does not depend on the layers. Each round times all three loops.
+    A layer is a few matmuls. A gather does not depend on the layers. Each round times
+    all three loops.
 
     Args:
         mesh: mesh of `make_mesh`.
@@ -542,7 +556,10 @@ def ahead_s(
 
 
 def _layers(members: int, computes: bool, gathers: bool) -> Body:
-    """Makes the body of one turn of `ahead_s`, with matmuls, gathers, or both."""
+    """Makes the body of one turn of `ahead_s`, with matmuls, gathers, or both.
+
+    `members` is the number of devices that take part in a gather.
+    """
 
     def body(x: jax.Array, by: jax.Array, *parts: jax.Array) -> tuple[jax.Array, ...]:
         after = []

@@ -325,6 +325,12 @@ def _answer(
 ) -> int:
     """Runs a command on a directory or a live job; prints the result.
 
+    Args:
+        source: the directory or the live job, and whether to print JSON.
+        on_directory: runs the command on a storage directory. Returns the record to
+            print as JSON, the lines to print as text, and the exit code.
+        on_job: does the same on a live job.
+
     Returns:
         The exit code.
 

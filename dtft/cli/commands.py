@@ -19,7 +19,10 @@ def _hint(default: str) -> str:
 
 
 def _told(metavar: str, **how: Any) -> Any:
-    """Makes the annotation of a flag whose value is called `metavar` in the help."""
+    """Makes the annotation of a flag whose value is called `metavar` in the help.
+
+    `how` has further arguments of `tyro.conf.arg`.
+    """
     return arg(metavar=metavar, help_behavior_hint=_hint, **how)
 
 
@@ -37,7 +40,11 @@ _Texts = UseAppendAction[tuple[str, ...]]
 
 
 def _check_counts(**counts: int | None) -> None:
-    """Raises a ValueError that names the flag if a count is below 0."""
+    """Raises a ValueError if the value of a flag is below 0.
+
+    `counts` maps the name of each flag, with "_" for "-", to its value; None if the
+    flag is not given.
+    """
     for name, count in counts.items():
         if count is not None and count < 0:
             raise ValueError(
@@ -445,7 +452,7 @@ class DrainCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointLsCommand:
-    """List steps with sizes, holders, copies and health."""
+    """List steps and their problems; for a live job also copies, health and hosts."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
 
@@ -458,14 +465,14 @@ class CheckpointLsCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointShowCommand:
-    """Show the leaves of a stored step, or the holders of a live step's slices."""
+    """Show the leaves of a stored step, or which hosts have a live step's slices."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None
     """Step; default: the newest."""
 
     def run(self) -> int:
-        """Prints the leaves, or the holders of the slices; returns the exit code."""
+        """Prints the leaves, or the hosts of each slice; returns the exit code."""
         from dtft.cli import checkpoint
 
         return checkpoint.show(self.source, self.step)

@@ -121,8 +121,9 @@ def _parsed(
 def _tell_keys(name: str, words: Sequence[str]) -> None:
     """Prints the help of flags that `command.run` parses, such as the config's keys.
 
-    tyro has already printed the help of the other flags. Prints nothing if the words
-    without --help are not a valid command line.
+    `name` is the command's, and `words` are those after it. tyro has already printed
+    the help of the other flags. Prints nothing if the words without --help are not a
+    valid command line.
 
     Raises:
         SystemExit: the help was printed (0), or CONFIG is wrong (2).
@@ -181,9 +182,10 @@ def _without_command(given: list[str]) -> NoReturn:
 
 
 def _listed(name: str, kind: type) -> Any:
-    """Makes a command's entry for tyro's list of commands.
+    """Makes a command's entry for the list of commands in the help.
 
-    The entry's text is the first paragraph of the command's docstring.
+    `name` is the command's last word, `kind` its class. The entry's text is the first
+    paragraph of the command's docstring.
     """
     about = _text(kind).partition("\n\n")[0]
     return Annotated[kind, tyro.conf.subcommand(name, description=about)]

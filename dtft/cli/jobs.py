@@ -155,10 +155,18 @@ def run_at(
 
 
 def _exit_code(result: dict[str, Any], config: AgentConfig, stored: int) -> int:
-    """Prints the outcome of an ended job; returns the exit code.
+    """Prints the outcome of an ended job; returns the exit code of its agent.
 
     An error goes to stderr. Under `dtft launch` success is not printed, because the
     launching process prints it.
+
+    Args:
+        result: the job's result; the parsed JSON that `run_at` returns.
+        config: config of this host's agent.
+        stored: the newest step in storage; 0 if there is none.
+
+    Returns:
+        0, or the code of the job's error.
     """
     if result["status"] == "error":
         _complain(f"{result['message']} ({config.host})")
@@ -250,7 +258,10 @@ def _checkpoint_settings(checkpoint: CheckpointConfig) -> dict[str, Any]:
 
 
 def _digest(experiment: Experiment) -> str:
-    """Returns the SHA-256 of the config without `log`, in hexadecimal."""
+    """Returns the SHA-256 of the config without its section `log`, in hexadecimal.
+
+    The agents of a job must have equal digests.
+    """
     resolved = json.loads(to_json(experiment))
     text = json.dumps({**resolved, "log": None}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -391,6 +402,11 @@ def _changed(
     job: "JobFlags", change: Callable[["Observer"], dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Changes a live job; prints the error and returns None if that fails.
+
+    Args:
+        job: the job, its etcd and its secret.
+        change: makes the change and returns a record of it; a RuntimeError means that
+            the change failed.
 
     Raises:
         ValueError: etcd cannot be reached or has no such job, the job has another

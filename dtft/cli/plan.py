@@ -89,8 +89,9 @@ def _checked(
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
     """Returns the plan that --trial or --verify chooses, and report sections about it.
 
-    --trial runs the best plans here and takes the fastest. --verify compiles the best
-    plans and takes the best one that fits. Without either flag returns `found` alone.
+    `found` is the plan with the best prediction, `asked` what was planned. --trial runs
+    the best plans here and takes the fastest. --verify compiles the best plans and
+    takes the best one that fits. Without either flag returns `found` alone.
     """
     decision = found.decision
     if decision is None:
@@ -141,7 +142,7 @@ def planned(
     Args:
         asked: loss, optimizer, parameters and batch of the config.
         cluster: a cluster, its text such as "8xA100", or the path of its file.
-        given: pins, as NAME=VALUE.
+        given: settings of the plan that the user fixes (--pin), as NAME=VALUE.
         calibration: path of a file from `dtft calibrate`; None: no calibration.
         what_if: whether plans that cannot be run here are considered too.
 
@@ -162,6 +163,9 @@ def planned(
 
 def pins_of(given: Sequence[str]) -> dict[str, Any]:
     """Parses the --pin flags into keyword arguments of `plan`.
+
+    Each flag, NAME=VALUE, fixes one setting of the plan (a knob), such as the size of a
+    mesh axis, remat or offload.
 
     Raises:
         ValueError: a text is not NAME=VALUE, a knob does not exist or is given twice,

@@ -38,10 +38,12 @@ def run(options: "PredictCommand") -> int:
 
 
 def lines(table: "Table", found: Sequence["RowPrediction"]) -> list[str]:
-    """Formats each row's predicted time, its interval and bytes as a line.
+    """Formats the prediction for each row of the table as a line.
 
-    If the bytes exceed the device's capacity, the line has the difference too. If the
-    device has no peak for the row's dtype, the line says which peak counts.
+    A line has the seconds per step, the interval in which they are expected, the
+    TFLOP/s and the bytes of memory per device. If the bytes exceed the device's
+    capacity, the line has the difference too. If the device has no peak FLOP/s for the
+    row's dtype, the line says which peak was used.
     """
     from dtft.planner.cluster import INTERVAL_SHARE
 

@@ -37,7 +37,7 @@ def all_reduce(
     op: Op = "sum",
     algorithm: Algorithm = "native",
 ) -> Any:
-    """Reduces x over all devices of an axis; every device gets the same bits.
+    """Reduces x over the p devices of an axis; every device gets the same bits.
 
     * ``native`` (default, and the choice for accelerators): `lax.psum`, `lax.pmax`. The
       backend chooses the order of summation, which may differ between runs.
@@ -108,8 +108,8 @@ def bytes_sent(num_bytes: int, num_devices: int, algorithm: Algorithm) -> int:
     """Returns the bytes that the busiest device sends in one `all_reduce` of num_bytes.
 
     ``native`` is counted as a ring, which backends use for large arrays. In ``gather``
-    the busiest device is device 0, which also *receives* (p-1) times num_bytes. The
-    extra all-gather of `check_vma=True` is not counted.
+    the busiest device is device 0, which also *receives* (num_devices - 1) times
+    num_bytes. The extra all-gather of `check_vma=True` is not counted.
 
     Raises:
         ValueError: the algorithm is unknown, `num_bytes` is below 0, or `num_devices`

@@ -54,7 +54,7 @@ def cholesky_encode(
     zeros) is encoded as a nearby matrix, and the field `jitter` holds the shift. `ok`
     is False for a matrix that is not finite, or not positive definite even with the
     largest shift. `ok` is also False if the wire dtype cannot hold the factor (float16:
-    elements of D above 4e9, say). No field ever holds NaN.
+    elements of the matrix above 4e9, say). No field ever holds NaN.
 
     Not differentiable in reverse mode, because of a loop of unknown length.
 
@@ -98,10 +98,11 @@ def cholesky_encode(
 
 
 def cholesky_decode(packed: Array, n: int) -> Array:
-    """Multiplies packed factors to L L^T: [..., n(n+1)/2] -> [..., n, n].
+    """Multiplies packed Cholesky factors L to L L^T: [..., n(n+1)/2] -> [..., n, n].
 
-    The result is exactly symmetric, in float32 at least. The product is computed at
-    full precision, because TF32 could make the result indefinite.
+    `n` is the number of rows of L. The result is exactly symmetric, in float32 at
+    least. The product is computed at full precision, because TF32 could make the result
+    indefinite.
     """
     factor = _at_least_float32(unpack_triangle(as_array("packed", packed), n))
     product = jnp.matmul(
@@ -118,15 +119,16 @@ def broadcast_factor(
     jitter: float = 1e-6,
     wire_dtype: DTypeLike | None = None,
 ) -> Array:
-    """Computes the Cholesky factor on the owner and broadcasts the factor.
+    """Computes the Cholesky factor on one device, the owner, and broadcasts the factor.
 
     Args:
         matrix: [..., n, n] as in `cholesky_encode`; read on the owner only.
         owner: index along the axis of the device that computes the factor.
         axis_name: axis or axes; None means one device.
         jitter: as in `cholesky_encode`.
-        wire_dtype: dtype on the wire. Every device, the owner too, gets the rounded
-            factor, so all devices are equal bit for bit.
+        wire_dtype: dtype to which the factor is rounded before it is sent; None for no
+            rounding. Every device, the owner too, gets the rounded factor, so all
+            devices have the same bits.
 
     Returns:
         [..., n, n], lower triangular, in float32 at least. NaN for a matrix of the
@@ -179,7 +181,7 @@ def _refuse(caller: str, primals: Any, tangents: Any) -> Any:
 def gather_codes(
     matrix: Array, axis_name: AxisName, wire_dtype: DTypeLike | None
 ) -> Array:
-    """Factors this device's matrices and gathers all devices' packed factors.
+    """Factors this device's matrices and gathers all devices' packed Cholesky factors.
 
     Args:
         matrix: [..., n, n], as in `cholesky_encode`.
@@ -187,7 +189,8 @@ def gather_codes(
         wire_dtype: dtype of the factors that are sent; see `cholesky_encode`.
 
     Returns:
-        [p, ..., n(n+1)/2]; NaN for a matrix that cannot be encoded.
+        [p, ..., n(n+1)/2]: the lower triangles of the factors of each device, packed by
+        `pack_lower`; NaN for a matrix that cannot be factored.
     """
     axis_size(axis_name)  # refuses an axis that is not bound
     own = _poisoned(cholesky_encode(matrix, wire_dtype=wire_dtype))
@@ -196,15 +199,16 @@ def gather_codes(
 
 
 def qr_combine(first: Array, second: Array) -> Array:
-    """Computes the factor of D1 + D2 from those of D1 and D2, without forming D1 or D2.
+    """Computes the Cholesky factor of D1 + D2 from the factors L1 and L2 of D1 and D2.
 
-    R = qr([L1^T; L2^T]) satisfies R^T R = L1 L1^T + L2 L2^T. The result is R^T, with
-    signs such that the diagonal is >= 0, which makes the factor unique.
+    Neither D1 nor D2 is computed. R = qr([L1^T; L2^T]) satisfies R^T R = L1 L1^T + L2
+    L2^T. The result is R^T, with signs such that the diagonal is >= 0, which makes the
+    factor unique.
 
     Args:
-        first: [..., n, n], lower triangular.
-        second: the same shape and dtype. Narrower dtypes than float32 are widened to
-            float32.
+        first: L1, [..., n, n], lower triangular.
+        second: L2, of the same shape and dtype. Narrower dtypes than float32 are
+            widened to float32.
 
     Raises:
         ValueError: the matrices are not square, or differ in shape or dtype.
@@ -227,11 +231,13 @@ def qr_combine(first: Array, second: Array) -> Array:
 
 
 def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
-    """Computes the factor of the sum of D over all devices, by one QR of all factors.
+    """Computes the Cholesky factor of a sum of matrices over the p devices of an axis.
 
-    The packed factors are gathered, (p-1) n(n+1)/2 numbers per device. Every device
-    then computes the same QR of [p n, n], so the results are equal. This is better
-    conditioned than adding the matrices, because no D is formed.
+    Each device has the factor L of its matrix D = L L^T; the result is the factor of
+    the sum of all D. The packed factors are gathered: each device receives (p-1)
+    n(n+1)/2 numbers. Every device then computes the same QR decomposition of all
+    factors, a matrix [p n, n], so the results are equal. This is better conditioned
+    than adding the matrices, because no D is computed.
 
     Args:
         factor: [..., n, n]; only the lower triangle is read. Narrower dtypes than
@@ -258,7 +264,11 @@ def reduce_factors(factor: Array, axis_name: AxisName | None) -> Array:
 
 
 def check_factorable(matrix: Array) -> int:
-    """Returns n of a floating matrix [..., n, n], else raises a ValueError."""
+    """Returns the number of rows n of a floating matrix [..., n, n].
+
+    Raises:
+        ValueError: the matrix is not floating, or not square.
+    """
     if not jnp.issubdtype(matrix.dtype, jnp.floating):
         raise ValueError(
             f"matrix has dtype {matrix.dtype}. Allowed: floating. Integers and complex "
@@ -316,7 +326,10 @@ def _factor_with_retries(matrix: Array, jitter: float) -> tuple[Array, Array, Ar
 
 
 def _is_factor(lower: Array) -> Array:
-    """Whether each matrix is finite with a positive diagonal; bool array [...]."""
+    """Whether each lower triangular matrix is finite and has a positive diagonal.
+
+    Maps [..., n, n] to a bool array [...]. Such a matrix is a valid Cholesky factor.
+    """
     diagonal = jnp.diagonal(lower, axis1=-2, axis2=-1)
     return jnp.isfinite(lower).all(axis=(-2, -1)) & (diagonal > 0).all(axis=-1)
 
@@ -343,7 +356,10 @@ def _poisoned(code: CholeskyCode) -> Array:
 
 
 def _as_bits(x: Array) -> Array:
-    """Reinterprets x as integers: XLA's CPU backend would send bfloat16 as float32."""
+    """Reinterprets x as unsigned integers of the same width, for sending.
+
+    XLA's CPU backend would send bfloat16 as float32, which has twice the bytes.
+    """
     return lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 

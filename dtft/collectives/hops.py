@@ -91,9 +91,9 @@ def replicated(x: Array, axis_name: AxisName) -> Array:
     """Returns x with the type of a replicated value; x must be equal on all devices.
 
     Under `check_vma=True` the result of `ppermute` is typed as varying, so `out_specs`
-    of `P()` would be refused. To prevent this, every device contributes its own 1/p of
-    x to an all-gather, whose result is typed as replicated, at (p-1)/p of x's bytes per
-    device. Without `check_vma=True` nothing is sent.
+    of `P()` would be refused. To prevent this, each of the axis's p devices contributes
+    1/p of x to an all-gather, whose result is typed as replicated, at (p-1)/p of x's
+    bytes per device. Without `check_vma=True` nothing is sent.
     """
     if not varying_axes_are_tracked(axis_name):
         return x
@@ -103,7 +103,7 @@ def replicated(x: Array, axis_name: AxisName) -> Array:
 
 
 def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
-    """Copies the root's x to every device, bit for bit, in ceil(log2 p) tree rounds.
+    """Copies the root's x to all p devices, bit for bit, in ceil(log2 p) tree rounds.
 
     Args:
         x: any array, of the same shape and dtype on every device.

@@ -110,7 +110,11 @@ class HostCommanded:
         self._exchange(seen if self._commands else 0)
 
     def reduce(self, rows: ValueAndGradients) -> ValueAndGradients:
-        """Averages the rows of `local_gradients` over the axis."""
+        """Starts the program that averages values and gradients over the axis.
+
+        `rows` is the result of `local_gradients`. The result has no replica dim, and
+        may not be ready.
+        """
         return self._reduce(rows)
 
     def _exchange(self, value: int) -> int:
@@ -125,7 +129,11 @@ class HostCommanded:
 def _programs(
     loss: Loss, mesh: Mesh, axis_name: str, algorithm: Algorithm, has_aux: bool
 ) -> tuple[Callable[..., ValueAndGradients], Callable[..., ValueAndGradients]]:
-    """Makes the two jitted programs: local gradients as rows, and their reduction."""
+    """Makes the two jitted programs of `HostCommanded`.
+
+    The first maps (params, batch) to the local value and gradients of each position of
+    the axis, with a leading replica dim. The second averages these over that dim.
+    """
     by_share = PartitionSpec(axis_name)
 
     def local(params: Any, batch: Any) -> ValueAndGradients:

@@ -46,7 +46,8 @@ def pack_lower(matrix: Array) -> Array:
 
     Returns:
         [..., n(n+1)/2], the same dtype and exactly the same values (-0 may become 0).
-        The order is RFP's, the same for every matrix of this n.
+        The order is that of LAPACK's rectangular full packed (RFP) layout, the same for
+        every matrix of this n.
 
     Raises:
         ValueError: `matrix` is not an array, or its last two dims differ.
@@ -106,13 +107,17 @@ def unpack_triangle(packed: Array, n: int) -> Array:
 
 
 def mirror_lower(matrix: Array) -> Array:
-    """Copies the strict lower triangle of [..., n, n] into the upper triangle."""
+    """Makes matrices [..., n, n] symmetric: copies the lower triangle to the upper."""
     above = jnp.swapaxes(jnp.tril(matrix, -1), -1, -2)
     return jnp.tril(matrix) + above
 
 
 def check_square(matrix: Any) -> int:
-    """Returns n of an array [..., n, n], else raises a ValueError."""
+    """Returns the number of rows n of an array [..., n, n].
+
+    Raises:
+        ValueError: `matrix` is not an array, or its last two dims differ.
+    """
     matrix = as_array("matrix", matrix)
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2]:
         raise ValueError(
@@ -144,7 +149,14 @@ def _unpack_in_bands(packed: Array, n: int) -> Array:
 
 
 def _lines(packed: Array, n: int) -> Array:
-    """Reshapes packed vectors to the RFP rectangle [..., n + 1 - n % 2, n - n // 2]."""
+    """Reshapes the vectors that `pack_lower` makes of matrices with n rows.
+
+    The result, [..., n + 1 - n % 2, n - n // 2], is LAPACK's rectangular full packed
+    (RFP) layout.
+
+    Raises:
+        ValueError: the last dim is not n(n+1)/2, or n is not an int of 0 or more.
+    """
     packed = as_array("packed", packed)
     if not isinstance(n, int) or n < 0:
         raise ValueError(f"n={n!r} is not a number of rows. Allowed: int, 0 or more.")
@@ -157,9 +169,11 @@ def _lines(packed: Array, n: int) -> Array:
 
 
 def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
-    """Splits packed matrices into first triangle [h, h], square [k, h], second [k, k].
+    """Splits the packed lower triangles of matrices with n rows into their three parts.
 
-    Elements above the diagonals of the two triangles are arbitrary.
+    With k = n // 2 and h = n - k, the parts are the triangle of the first h rows [...,
+    h, h], the block below it [..., k, h], and the triangle beside this block [..., k,
+    k]. Elements above the diagonals of the two triangles are arbitrary.
     """
     lines = _lines(packed, n)
     k, h = n // 2, n - n // 2

@@ -16,11 +16,12 @@ ValueAndGradients = tuple[Any, Any]
 def over_shares(
     local: Callable[[Any, Any], Any], mesh: Mesh, axis_name: str, out: PartitionSpec
 ) -> Callable[[Any, Any], Any]:
-    """Returns `local(params, batch)` mapped over a mesh axis with `jax.shard_map`.
+    """Maps the function `local(params, batch)` over a mesh axis with `jax.shard_map`.
 
-    `params` are replicated over the axis; the rows (dim 0) of each leaf of `batch` are
-    divided. `out` is the PartitionSpec of every result. The mapped function raises a
-    ValueError if the rows of a leaf cannot be divided evenly.
+    In the function that is returned, `params` are replicated over the axis; the rows
+    (dim 0) of each leaf of `batch` are divided. `out` is the PartitionSpec of every
+    result. The returned function raises a ValueError if the rows of a leaf cannot be
+    divided evenly.
     """
     # With check_vma=True autodiff would sum the gradients of replicated parameters.
     mapped = jax.shard_map(

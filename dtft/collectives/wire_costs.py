@@ -27,6 +27,9 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 class WireCosts:
     """Measured seconds of one all-reduce, by matrix size and wire format.
 
+    A wire format is the form in which `all_reduce_symmetric` sends a symmetric matrix:
+    "packed" (its lower triangle), "full", or "cholesky" (its Cholesky factor).
+
     Attributes:
         seconds: maps the number of rows n of a matrix to the seconds of each wire
             format. Must be equal on all processes, because every process chooses its
@@ -36,7 +39,11 @@ class WireCosts:
     seconds: Mapping[int, Mapping[Wire, float]]
 
     def __post_init__(self) -> None:
-        """Raises a ValueError for no sizes, a size below 1, or a size without wires."""
+        """Raises a ValueError unless `seconds` has valid sizes.
+
+        It must have a size, all sizes must be 1 or more, and each size must have the
+        seconds of a wire format.
+        """
         sizes = self.seconds if isinstance(self.seconds, Mapping) else {}
         if not sizes or min(sizes) < 1 or not all(sizes.values()):
             raise ValueError(
@@ -46,10 +53,12 @@ class WireCosts:
             )
 
     def cheapest(self, n: int, wires: Collection[Wire] = WIRES) -> Wire:
-        """Returns the fastest wire at the measured size nearest to n by ratio.
+        """Returns the fastest wire format for matrices of n rows, among `wires`.
+
+        Compares the seconds that were measured at the size nearest to n, by ratio.
 
         Raises:
-            ValueError: none of the wires was measured at the nearest size.
+            ValueError: none of the wire formats was measured at the nearest size.
 
         >>> costs = WireCosts(seconds={
         ...     8: {"packed": 2e-4, "full": 1e-4}, 512: {"packed": 1e-3, "full": 2e-3}})
@@ -78,20 +87,20 @@ def measure_wires(
     wire_dtype: DTypeLike | None = None,
     rounds: int = 5,
 ) -> WireCosts:
-    """Times `all_reduce_symmetric` over a mesh axis, alternating between the wires.
+    """Times each wire format of `all_reduce_symmetric` over a mesh axis, in turn.
 
     Every process of the mesh must call the function. Each time is the median over the
-    rounds on the slowest process, so all processes choose the same wire.
+    rounds on the slowest process, so all processes choose the same wire format.
 
     Args:
         mesh: Devices of the reduction.
         axis_name: Mesh axis of the reduction.
         sizes: Rows n of the matrices, 1 or more each.
-        wires: Wires to compare. Leave "cholesky" out if the jitter or the rounding of
-            factors is not acceptable.
+        wires: Wire formats to compare. Leave "cholesky" out if the jitter or the
+            rounding of factors is not acceptable.
         dtype: Floating dtype of the matrices.
         wire_dtype: As in `all_reduce_symmetric`.
-        rounds: Timed runs of each wire after one untimed run, 1 or more.
+        rounds: Timed runs of each wire format after one untimed run, 1 or more.
 
     Raises:
         ValueError: `sizes` or `wires` is empty, a size or `rounds` is below 1, or the

@@ -83,6 +83,8 @@ class BalanceConfig:
     def is_probe(self, step: int) -> bool:
         """Whether step `step`, counted from 1, is timed.
 
+        The last `probes` steps of each round of `every` steps are.
+
         >>> config = BalanceConfig(every=5, probes=2)
         >>> [step for step in range(1, 11) if config.is_probe(step)]
         [4, 5, 9, 10]
@@ -138,6 +140,9 @@ class PipelineConfig:
     def chunks(self, stages: int, num_layers: int) -> tuple[int, ...]:
         """Returns the number of layers of each chunk; chunk c is on stage c % stages.
 
+        A chunk is a series of neighbouring layers on one stage; each stage has
+        `virtual_stages` chunks.
+
         Args:
             stages: number of stages of the mesh.
             num_layers: number of layers of the model.
@@ -169,7 +174,8 @@ class PipelineConfig:
     def row_parts(self, stages: int) -> int:
         """Returns the number that must divide a replica's number of rows.
 
-        With fsdp it must divide the rows of one fsdp part of a replica.
+        It is the least common multiple of `microbatches` and `stages`. With fsdp it
+        must divide the rows of one fsdp part of a replica.
 
         >>> PipelineConfig(microbatches=4).row_parts(stages=6)
         12

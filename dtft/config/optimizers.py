@@ -125,7 +125,7 @@ class SyncConfig:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether replicas make different updates at steps between two exchanges."""
+        """Whether replicas make different updates between two exchanges of moments."""
         return self.moments == "state" and max(self.every_mu, self.every_nu_max) > 1
 
 
@@ -184,7 +184,7 @@ class OptimConfig:
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether the optimizer takes each replica's local gradient.
+        """Whether the optimizer takes each replica's local gradient, not their mean.
 
         Such an optimizer communicates over the axis that `build` is given, and marks
         state that differs per replica (`dtft.optim.per_replica`).

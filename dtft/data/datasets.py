@@ -37,8 +37,8 @@ class Samples(Protocol):
 
         Args:
             sample: the sample's number, from 0.
-            entropy: the experiment's seed and the global row; the only source of
-                randomness.
+            entropy: the experiment's seed, and the row's number over all steps and
+                epochs; the only source of randomness.
         """
         ...
 

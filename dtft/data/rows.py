@@ -116,8 +116,9 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
     """Encrypts each value below `size` once or more, until the result is below `size`.
 
-    Looks values up in a table that encrypts several times at once. In the table a value
-    below `size` is a fixed point, so further encryptions leave a result unchanged.
+    `keys` are the keys of the cipher's rounds. Looks values up in a table that encrypts
+    several times at once. In the table a value below `size` is a fixed point, so
+    further encryptions leave a result unchanged.
     """
     ahead = _encrypted_all(keys)
     found = ahead[:size].copy()
@@ -130,9 +131,10 @@ def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
 
 
 def _encrypted_all(keys: list[int]) -> np.ndarray:
-    """Returns `_encrypted` of all 16-bit values in order, [2^16] int64.
+    """Encrypts all 16-bit values, as `_encrypted` does: [2^16] int64, in order.
 
-    Each round looks up the round function of an 8-bit half in a table.
+    `keys` are the keys of the cipher's rounds. Each round looks up the round function
+    of an 8-bit half in a table.
     """
     halves = np.arange(256, dtype=np.uint64)
     table = _mixed(halves, bits=8).astype(np.uint8)
@@ -145,7 +147,10 @@ def _encrypted_all(keys: list[int]) -> np.ndarray:
 
 
 def _encrypted(values: np.ndarray, *, bits: int, keys: list[int]) -> np.ndarray:
-    """Encrypts values of `bits` bits by a Feistel network of Simon's round function."""
+    """Encrypts values of `bits` bits by a Feistel network of Simon's round function.
+
+    `keys` has the key of each round; an even number of rounds.
+    """
     word = np.uint64(bits // 2)
     mask = np.uint64(2 ** (bits // 2) - 1)
     left, right = values >> word, values & mask
@@ -166,7 +171,7 @@ def _mixed(word: np.ndarray, *, bits: int) -> np.ndarray:
 
 
 def _round_keys(seed: int, number: int) -> list[int]:
-    """Derives 32-bit keys from one seed, equal to those of C++'s `std::seed_seq`.
+    """Derives `number` 32-bit keys from a seed, as C++'s `std::seed_seq` does.
 
     ISO C++ 17, [rand.util.seedseq], for one seed and fewer than seven keys.
 

@@ -68,8 +68,9 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
 def tier_off(steps: int) -> list[str]:
     """Returns the config overrides that turn the memory tier off.
 
-    Only the last step is then copied to the hosts' memory. These overrides must follow
-    all others, because the last value of a key counts.
+    `steps` is the number of steps of the run. Only its last step is then copied to the
+    hosts' memory. These overrides must follow all others, because the last value of a
+    key counts.
     """
     allowed = ["--checkpoint.stall_budget", str(Automatic.budget)]
     allowed += ["--checkpoint.max_interval", str(Automatic.maximum)]
@@ -84,12 +85,13 @@ def measure_tier(
 
     Args:
         experiment: the experiment; its name, cluster and checkpoint settings are used.
-        runs: name to CONFIG and overrides, in the order of the turns.
-        rounds: number of turns of each variant.
+        runs: maps the name of each variant to CONFIG and overrides, in the order in
+            which the variants are run.
+        rounds: number of runs of each variant.
 
     Returns:
-        Name to the parsed summary.json of each run, in the order of the rounds. Runs
-        with 20 commits or more also have `agents_cpu_s`, see `cpu_per_commit`.
+        Maps the name of each variant to the parsed summary.json of its runs, in order.
+        Runs with 20 commits or more also have `agents_cpu_s`, see `cpu_per_commit`.
 
     Raises:
         ValueError: etcd does not start.
@@ -109,14 +111,15 @@ def measure_tier(
 
 
 def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Summarizes the rounds: medians of the step time, the stall and the slowdown.
+    """Summarizes the runs: medians of the step time, the stall and the slowdown.
 
-    The stall is the seconds for which a snapshot blocks training. `agent_cpu_s` is the
-    median of an agent's processor time in seconds for each commit, and `leader_cpu_s`
-    the median of each run's largest. The slowdown of a round is the step time with the
-    memory tier on, divided by the step time with the tier off: `ratios` has one per
-    round, `ratio` their median. `snapshots` is from the first round with the tier on,
-    `interval` from the last.
+    `seen` maps "off" and "on" to the summaries of the runs without and with the memory
+    tier; the runs with the same index are a round. The stall is the seconds for which a
+    snapshot blocks training. `agent_cpu_s` is the median of an agent's processor time
+    in seconds for each commit, and `leader_cpu_s` the median of each run's largest. The
+    slowdown of a round is the step time with the memory tier on, divided by the step
+    time with the tier off: `ratios` has one per round, `ratio` their median.
+    `snapshots` is from the first round with the tier on, `interval` from the last.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
     ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})
@@ -156,13 +159,15 @@ def cpu_per_commit(
     """Computes the processor time of each agent for each commit, in seconds.
 
     Args:
-        samples: samples in order of time.
+        samples: measurements in order of time: a wall-clock time in seconds, and a map
+            from host to the processor seconds that its agent has used until then.
         commits_at: wall-clock times of the commits in seconds, in order. The first
             `WARM_UP` of them is left out.
 
     Returns:
-        Host to seconds; {} with fewer than 20 commits, or with fewer than two samples
-        of all agents between the first and the last commit that count.
+        Maps host to seconds per commit. {} with fewer than 20 commits, or with fewer
+        than two samples of all agents between the first and the last of the commits
+        that are not left out.
 
     >>> samples = [(0.0, {"a": 1.0}), (10.0, {"a": 2.0}), (30.0, {"a": 4.0})]
     >>> cpu_per_commit(samples, [float(n) for n in range(40)])

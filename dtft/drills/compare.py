@@ -32,7 +32,7 @@ Span = tuple[float, float]
 
 
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
-    """Returns the record's entries for a fault that lasts; {} for other faults.
+    """Returns what a drill's record says of a fault that lasts; {} for other faults.
 
     Faults that last are the kinds in `INTERRUPTIONS`, such as stops, cuts and pauses.
 
@@ -80,7 +80,11 @@ def agents(
 
 
 def _stops(host: str, injected: Sequence[InjectedFault]) -> list[Span]:
-    """Lists the time spans in which a host's agent was stopped."""
+    """Lists the time spans in which faults had suspended a host's agent.
+
+    These faults are `stop-agent` and `stop-host`. A span without an end has the end
+    infinity.
+    """
     return [
         (strike.at, strike.until or float("inf"))
         for strike in injected
@@ -122,7 +126,7 @@ def interruption_lines(record: dict[str, Any]) -> list[str]:
     """Formats a record's faults that last, such as stops and pauses, one per line.
 
     A further line has the longest event-loop call of all agents. Each leftover of the
-    run on the machine has a line too.
+    run on the machine, such as a process, has a line too.
     """
     said = []
     for entry in record["faults"]:
@@ -189,7 +193,9 @@ def attempts(directory: Path) -> list[Record]:
 
 
 def judged(records: Sequence[Record]) -> list[Record]:
-    """Lists a run's attempts (see `attempts`) from the records of `balance.jsonl`.
+    """Lists a run's attempts (starts of its trainers) from its log of load balancing.
+
+    `records` are the parsed lines of `balance.jsonl`; the result is that of `attempts`.
 
     >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
     >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
@@ -296,10 +302,17 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
 def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str, Any]:
     """Compares the faulted run's losses with those of the undisturbed run.
 
-    Compares the steps in `segments`, which no later attempt repeats. Differences are
-    fractions of the undisturbed run's first loss. `missing`: steps without a loss in
-    one of the runs. `largest_difference` is infinite if no step has a loss in both
-    runs.
+    Args:
+        control: directory of the undisturbed run.
+        faulted: directory of the faulted run.
+        segments: the steps to compare, as `surviving_segments` lists them.
+
+    Returns:
+        `steps`: the number of compared steps. `missing`: steps without a loss in one of
+        the runs. `largest_difference`, at step `at_step`: the largest difference of a
+        loss, as a fraction of the undisturbed run's first loss; infinite if no step has
+        a loss in both runs. `within_tolerance`: whether no loss is missing and no
+        difference exceeds `tolerance`.
     """
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)
@@ -325,7 +338,10 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
 
 
 def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
-    """Maps (epoch, step) to the loss in metrics.jsonl; {} if there is no such file."""
+    """Maps ((generation, attempt), step) to the loss in a run's metrics.jsonl.
+
+    Returns {} if there is no such file. Lines that a kill has cut off are left out.
+    """
     losses = {}
     path = directory / "metrics.jsonl"
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -419,7 +435,7 @@ def judge(
 def is_good(record: dict[str, Any]) -> bool:
     """Whether a drill's record passes all checks.
 
-    Whether all faults have happened is not in the record: `judge` checks it.
+    Does not check whether all faults have happened; `judge` does.
     """
     same_state = record["bit_identical"]
     if record["resized"] or record["shares"]:
@@ -461,7 +477,7 @@ def _differing(control: Path, faulted: Path, step: int) -> list[str]:
 
 
 def _differing_roots(control: Path, faulted: Path, step: int) -> list[str]:
-    """Compares a step by the digests of its commits in both runs.
+    """Compares the state of a step by the digests of its commits in both runs.
 
     Used if the undisturbed run has not stored the step. Returns [] if the digests are
     equal; otherwise, also if a run has not committed the step, one line of text.
@@ -486,9 +502,9 @@ def _recoveries(
 ) -> list[dict[str, Any]]:
     """Lists the recoveries, with times counted from the injected fault.
 
-    The job itself counts times from the detection. If several faults were injected
-    since the previous recovery, times count from the first; if none was, the job's
-    times are kept.
+    `events` are the faulted run's, `injected` its faults. The job itself counts times
+    from the detection. If several faults were injected since the previous recovery,
+    times count from the first; if none was, the job's times are kept.
     """
     found, previous = [], 0.0
     for event in events:
@@ -563,7 +579,11 @@ def _strike(strike: InjectedFault, events: Events) -> dict[str, Any]:
 
 
 def _outage(strike: InjectedFault, events: Events) -> dict[str, int]:
-    """Counts the steps and commits during a store outage, and the commits after it."""
+    """Counts the steps and commits during a store outage, and the commits after it.
+
+    `strike` is the fault `kill-store`. Returns the counts as `steps_during_outage`,
+    `commits_during_outage` and `commits_after_outage`.
+    """
     back = strike.at + STORE_AWAY_S
     commits = [event["time"] for event in events if event["event"] == "commit"]
     return {
@@ -606,6 +626,13 @@ def samples_exactly_once(
 
     A step survives if no later attempt repeats it. The right sample of a row is that of
     the undisturbed run.
+
+    Args:
+        faulted: directory of the faulted run.
+        control: directory of the undisturbed run.
+        last: last step of the faulted run.
+        batch: rows per step.
+        events: events of the faulted run.
     """
     used = _samples(faulted)
     expected_ids = {
@@ -622,7 +649,10 @@ def samples_exactly_once(
 
 
 def _samples(directory: Path) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
-    """Maps (generation, attempt, step) to the (global row, sample id) of all slots."""
+    """Reads which samples a run has used, from its logs of all slots.
+
+    Returns a map from (generation, attempt, step) to pairs of global row and sample id.
+    """
     found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for path in sorted((directory / "samples").glob("*.jsonl")):
         for line in path.read_text().splitlines():
@@ -668,7 +698,8 @@ def say(record: dict[str, Any]) -> None:
 
 
 def _likeness(record: dict[str, Any]) -> str:
-    """Describes how the final state compares with the undisturbed run's."""
+    """Returns a part of a sentence: how the final state differs from the undisturbed
+    run's, or that it is equal."""
     if record["bit_identical"]:
         return "are equal bit for bit to the undisturbed run's"
     if record.get("loss_curve", {}).get("within_tolerance"):

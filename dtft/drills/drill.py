@@ -54,7 +54,7 @@ its arguments as a command."""
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """The outcome of one run of a drill."""
+    """The outcome of one of a drill's two runs, the faulted or the undisturbed one."""
 
     injector: FaultInjector
     ended_in_time: bool
@@ -159,11 +159,11 @@ def _memory_limits(options: "DrillCommand") -> dict[str, int]:
 
 
 def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
-    """Whether a finished control run can be reused for the experiment.
+    """Whether a finished undisturbed run in `control` can be used again.
 
-    Its config must lead to the same final state, and the run must have logged its
-    samples. If losses are compared (`every_loss`), the run must have logged the loss of
-    every step.
+    Its config and that of `experiment` must lead to the same final state, and the run
+    must have logged its samples. If losses are compared (`every_loss`), the run must
+    have logged the loss of every step.
     """
     saved = control / "config.json"
     if not (control / "summary.json").exists() or not saved.exists():
@@ -304,8 +304,8 @@ def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
     """Returns the environment variables for the first fault of kind `fail`.
 
-    The variables make a trainer raise an exception inside a step. Returns {} if there
-    is no such fault.
+    The variables make a trainer raise an exception inside a step. Just before, the
+    trainer makes the file `marker`. Returns {} if there is no such fault.
     """
     for fault in faults:
         if fault.kind == "fail":
@@ -318,9 +318,10 @@ def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
 def _network(
     settings: ClusterOptions, faults: Sequence[Fault], options: "DrillCommand"
 ) -> Iterator[HostNamespaces | None]:
-    """Makes network namespaces for all hosts; removes them at the end.
+    """Makes a network namespace for each host; removes all at the end.
 
-    Makes none, and yields None, if no fault cuts a host off.
+    Also for the hosts that --rejoin may start later. Makes none, and yields None, if no
+    fault cuts a host off.
     """
     if not any(fault.kind == "cut" for fault in faults):
         yield None
@@ -338,7 +339,11 @@ def _network(
 def _placed(
     settings: ClusterOptions, network: HostNamespaces | None, limits: dict[str, int]
 ) -> ClusterOptions:
-    """Returns the cluster's options with each host's network and memory limit."""
+    """Returns the cluster's options, with a network and a memory limit for each host.
+
+    `network` is None if the hosts share this machine's network. `limits` maps hosts to
+    MiB; a host that it lacks has no limit.
+    """
     place = partial(
         _place, network=network, limits=limits, memory=settings.arena_directory
     )

@@ -28,7 +28,7 @@ _WITH_PHASE = ("kill-host", "kill-trainer", "kill-leader", "kill-spare", "stop-h
 
 @dataclass(frozen=True, kw_only=True)
 class SoakedJob:
-    """The properties of a job on which its random faults depend."""
+    """The properties of a job on which the random faults of `schedule` depend."""
 
     slots: int
     spares: int

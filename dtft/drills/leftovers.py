@@ -41,7 +41,11 @@ def _of_ended_hosts(cluster: LocalCluster) -> list[str]:
 
 
 def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
-    """Describes the leftovers of a job whose cluster was closed, one text each."""
+    """Describes the leftovers of a job whose cluster was closed, one text each.
+
+    Looks for processes and sockets of the job, its files in `arena_directory` (shared
+    memory), and etcd's data in `run_directory`.
+    """
     found = [f"process {pid}: {_command(pid)}" for pid in _marked(job)]
     found += [f"memory: {path}" for path in arena_directory.glob(f"*{job}*")]
     found += [f"socket: {name}" for name in _sockets(job)]
@@ -50,9 +54,9 @@ def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
 
 
 def _marked(job: str) -> list[int]:
-    """Lists the ids of processes whose environment variable `MARK` is the job's name.
+    """Lists the ids of a job's processes, by the variable DTFT_DRILL that they inherit.
 
-    Processes with an unreadable environment are left out.
+    Its value is the job's name. Processes with an unreadable environment are left out.
     """
     mark, found = f"{MARK}={job}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):

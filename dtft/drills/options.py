@@ -111,6 +111,9 @@ def own_certificate(flags: "HostFlags", directory: Path) -> list[str]:
 def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, Any]:
     """Returns the fields of one host's `AgentConfig` that the flags decide.
 
+    These are `domain` (the label of its failure domains), `tls` (its certificate, or
+    None) and `nixl` (whether it fetches slices with NIXL).
+
     Raises:
         ValueError: a flag or a file has an invalid value.
     """

@@ -47,7 +47,7 @@ Episode = dict[str, Any]
 
 
 def run_soak(options: "SoakCommand", words: list[str]) -> int:
-    """Runs the episodes and prints a line for each, then the sums.
+    """Runs the episodes, each a drill, and prints a line for each and then the sums.
 
     Returns:
         0 if all episodes passed, else 1.
@@ -134,9 +134,10 @@ def _memory(root: Path, job: SoakedJob) -> Iterator[list[str]]:
 def _episode(
     options: "SoakCommand", words: list[str], job: SoakedJob, number: int, root: Path
 ) -> Episode:
-    """Runs one drill in a new process; returns and prints its result.
+    """Runs episode `number`: a drill in a new process; returns and prints its result.
 
-    If the episode failed, the files of its faulted run are kept in `episode-NUMBER`.
+    The faults are drawn from the seed `options.seed` + `number`. If the episode failed,
+    the files of its faulted run are kept in `episode-NUMBER` in the directory `root`.
     """
     seed = options.seed + number
     faults = schedule(seed, job)
@@ -177,7 +178,10 @@ def _episode(
 
 
 def failed_episode(number: int, seed: int, faults: Sequence[str], why: str) -> Episode:
-    """Makes the record of an episode whose drill has left no record."""
+    """Makes the record of an episode whose drill has left no record; `why` says why.
+
+    The arguments and the record are otherwise those of `judged_episode`.
+    """
     return {
         "number": number,
         "seed": seed,
@@ -332,7 +336,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
     """Reads the episodes of an earlier, interrupted run of the same soak from `file`.
 
-    Returns [] if the file does not exist. `what` are the settings of the soak.
+    `what` has the settings of the soak, which the file must have too. Returns [] if the
+    file does not exist.
 
     Raises:
         ValueError: the file is of another soak, or cannot be parsed.

@@ -74,7 +74,10 @@ class Bottleneck(nnx.Module):
     def __init__(
         self, channels: int, inner: int, stride: int, *, dtype: Any, rngs: nnx.Rngs
     ) -> None:
-        """Makes layers that map `channels` to EXPANSION x `inner` channels."""
+        """Makes layers that map `channels` to 4 x `inner` channels (`EXPANSION`).
+
+        `inner` is the number of channels of the 3x3 convolution, `stride` its stride.
+        """
         layer = partial(NormalizedConv, dtype=dtype, rngs=rngs)
         self.reduce = layer(channels, inner, 1, 1)
         self.spatial = layer(inner, inner, 3, stride)
@@ -109,7 +112,17 @@ class NormalizedConv(nnx.Module):
         rngs: nnx.Rngs,
         scale: float = 1.0,
     ) -> None:
-        """Makes both layers; `scale` is the initial scale of the normalization."""
+        """Makes both layers.
+
+        Args:
+            channels: input channels.
+            features: output channels.
+            size: side of the kernel.
+            stride: stride of the convolution.
+            dtype: dtype in which the convolution computes.
+            rngs: random keys of the initial kernel.
+            scale: initial scale of the normalization.
+        """
         self.conv = nnx.Conv(
             channels,
             features,

@@ -54,10 +54,10 @@ def average_params(
 
 
 def due(count: jax.Array, every: int, sync: jax.Array | None) -> jax.Array:
-    """Whether an exchange is due at update `count`; a scalar bool array.
+    """Whether replicas exchange arrays at update `count`; a scalar bool array.
 
-    An exchange is due if `every` is not 0 and divides `count`, or if `sync` is given
-    and is not 0.
+    They do if `every` (the period in updates) is not 0 and divides `count`, or if
+    `sync`, which commands an exchange, is given and is not 0.
     """
     now = count % every == 0 if every else jnp.zeros([], bool)
     return now if sync is None else now | (jnp.asarray(sync) != 0)

@@ -33,7 +33,10 @@ NOW = {
 def unguarded(
     inner: optax.GradientTransformation, *, history: int = 64
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps `inner` in the state of `skip_outlier_gradients`, but skips no gradient."""
+    """Gives `inner` a state like that of `skip_outlier_gradients`; skips no gradient.
+
+    `history` is as in `skip_outlier_gradients`.
+    """
     return guard_gradients(inner, None, history=history)
 
 

@@ -289,7 +289,9 @@ def max_adabelief(
 def decoupled_decay(
     weight_decay: optax.ScalarOrSchedule | None, mask: Any
 ) -> list[optax.GradientTransformation]:
-    """Returns a list with the transform that adds the decay; [] without a decay.
+    """Returns a list with the transform that adds the weight decay; [] without one.
+
+    `mask` says which parameters decay, as in `max_adabelief`.
 
     Raises:
         ValueError: the decay is out of range, or the mask is not of booleans or is
@@ -307,7 +309,7 @@ def decoupled_decay(
 
 
 def _checked_mask(mask: Any) -> Any:
-    """Returns the mask after a check that its leaves are booleans.
+    """Returns a mask of weight decay after a check that its leaves are booleans.
 
     If `mask` is a function, returns a function that calls `mask` and checks the tree
     that it returns.

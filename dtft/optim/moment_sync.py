@@ -82,6 +82,16 @@ class MomentSync(NamedTuple):
 
         The moments in the state stay those of this replica's gradients.
 
+        Args:
+            updates: this replica's gradients.
+            state: the state before the update.
+            params: not used.
+            sync: a value other than 0 commands an exchange, see `sync_moments`.
+            **extra: not used.
+
+        Returns:
+            The update, equal on all replicas, and the new state.
+
         Raises:
             ValueError: `sync` is given but not `commanded`, or the other way round.
         """
@@ -121,7 +131,11 @@ class MomentSync(NamedTuple):
         """Makes one update in mode "state".
 
         First replaces each moment whose exchange is due by its reduction over the
-        replicas. Then makes the update from the replica's moments and gradient.
+        replicas. Then makes the update from the replica's moments and gradient. The
+        arguments are those of `operands`.
+
+        Returns:
+            The update, which may differ between replicas, and the new state.
 
         Raises:
             ValueError: `sync` is given but not `commanded`, or the other way round.
@@ -170,10 +184,15 @@ class MomentSync(NamedTuple):
     def _recorrected(
         self, held: dict[str, Any], taken: dict[str, jax.Array], count: jax.Array
     ) -> dict[str, Any]:
-        """Rescales reduced moments for a bias correction with the counts in `taken`.
+        """Rescales moments that were reduced at earlier updates, for bias correction.
 
-        `direction` divides each moment by 1 - decay^count, with the present `count`.
-        After the rescaling this gives the reduced moment divided by 1 - decay^taken.
+        `Phases.direction` divides each moment by 1 - decay^count. With the rescaled
+        moment this equals the reduced moment divided by 1 - decay^taken.
+
+        Args:
+            held: the reduced moments, by field name.
+            taken: for each of them, the number of the update that reduced it.
+            count: number of the present update.
         """
 
         def scale(name: str) -> Any:
@@ -195,7 +214,7 @@ class MomentSync(NamedTuple):
         return [name for name, period in self.every.items() if period != 1]
 
     def _mark(self, inner: Any) -> Any:
-        """Wraps the state's fields that differ per replica in `PerReplica`.
+        """Wraps the optimizer state's fields that differ per replica in `PerReplica`.
 
         Not wrapped are the count, and in mode "state" every field with a period of 1:
         they are equal on all replicas.

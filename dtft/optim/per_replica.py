@@ -51,17 +51,25 @@ def lift(tree: Any, num_replicas: int) -> Any:
 
 
 def squeeze(tree: Any) -> Any:
-    """Drops the replica dim of marked leaves inside shard_map: [1, ...] -> [...]."""
+    """Drops the replica dim of the `PerReplica` leaves: [1, ...] -> [...].
+
+    For use inside `jax.shard_map`, where the dim has size 1.
+    """
     return map_rows(lambda leaf: jnp.squeeze(leaf, 0), tree)
 
 
 def expand(tree: Any) -> Any:
-    """Adds the replica dim to marked leaves inside shard_map: [...] -> [1, ...]."""
+    """Adds a replica dim of size 1 to the `PerReplica` leaves: [...] -> [1, ...].
+
+    For use inside `jax.shard_map`, on the state that it returns.
+    """
     return map_rows(lambda leaf: jnp.expand_dims(leaf, 0), tree)
 
 
 def specs(tree: Any, axis_name: str) -> Any:
     """Makes a PartitionSpec per leaf, for `in_specs` and `out_specs` of shard_map.
+
+    `PerReplica` leaves are divided over the axis; all other leaves are replicated.
 
     >>> specs({"own": PerReplica(jnp.ones(2)), "all": jnp.ones(2)}, "replica")
     {'all': P(), 'own': PerReplica(rows=P('replica',))}

@@ -22,8 +22,11 @@ from dtft.optim.max_adabelief import (
 
 
 class Phases(NamedTuple):
-    """An adaptive optimizer as three pure functions, and the moments that `direction`
-    reads."""
+    """An adaptive optimizer as three pure functions.
+
+    `init` makes the state, `accumulate` adds a gradient to the moments in the state,
+    and `direction` makes the update from the moments that `operands` names.
+    """
 
     init: Callable[[optax.Params], Any]
     """Maps parameters (or ShapeDtypeStructs under a trace) to the first state."""
@@ -51,6 +54,8 @@ def max_belief_phases(
     bias_correct_max: bool = True,
 ) -> Phases:
     """Makes the two phases of `scale_by_max_belief` from the same arguments.
+
+    Phase one adds a gradient to the moments; phase two makes the update from them.
 
     Raises:
         ValueError: a hyperparameter is out of range (a traced number is not checked),

@@ -31,7 +31,10 @@ Exchange = Callable[[Any], Any]
 
 
 class Factors(NamedTuple):
-    """The left and right matrices of all blocks of one leaf, at least float32."""
+    """Shampoo's statistics L and R of all blocks of one leaf, or their inverse roots.
+
+    Their dtype is at least float32.
+    """
 
     left: jax.Array
     """[blocks, rows, rows]."""
@@ -183,9 +186,10 @@ class ShampooSteps(NamedTuple):
 
 
 def _as_factors(tree: Any, updates: optax.Updates) -> Any:
-    """Restores the `Factors` nodes of `tree`, because `nnx.Optimizer` replaces them.
+    """Returns `tree` with its nodes of two arrays turned back into `Factors`.
 
-    `updates` has the tree structure above these nodes.
+    `nnx.Optimizer` replaces the `Factors` of a state by nodes of another type.
+    `updates` is a tree with a leaf or None in place of each such node.
     """
     gradients, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
 
@@ -200,7 +204,8 @@ def _as_factors(tree: Any, updates: optax.Updates) -> Any:
 def _check_same(argument: str, tree: Any, expected: Any) -> None:
     """Raises a ValueError unless both trees have the same structure.
 
-    A leaf missing from the increments would never be added to the statistics.
+    `argument` is the name of the argument that gave `tree`, for the error. A leaf
+    missing from the increments would never be added to the statistics.
     """
     got, want = jax.tree.structure(tree), jax.tree.structure(expected)
     if got != want:

@@ -46,7 +46,10 @@ def check_program(graph: Any, cluster: Any) -> None:
 
 
 def check_together(together: Any) -> Sequence[tuple[int, int]]:
-    """Converts the argument `together` to pairs of operator numbers.
+    """Converts the argument `together` of `place` to pairs of operator numbers.
+
+    Each pair is a range of operators that must stay on one node: the first operator,
+    and the operator after the last.
 
     Raises:
         ValueError: the argument has another form; the message shows the allowed form.
@@ -210,7 +213,7 @@ def place_tasks(
     microbatches: int = 1,
     moves: int | None = None,
 ) -> Placement:
-    """Places tasks whose seconds on each node are known.
+    """Places tasks, whose seconds on each node are `tasks.seconds`, on nodes.
 
     `of` maps the tasks to the operators of a program; None if there is no program.
     `weights`, `order`, `microbatches` and `moves` are those of `place`.

@@ -43,7 +43,10 @@ _ORDERS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Consecutive items on one node: from `start` up to, but not including, `stop`."""
+    """Consecutive items, such as tasks, that run on one node.
+
+    From item `start` up to, but not including, item `stop`.
+    """
 
     node: int
     start: int
@@ -110,7 +113,7 @@ class _Row:
         self.capacity = np.asarray(most, float)
 
     def kinds(self) -> list[list[int]]:
-        """Returns groups of nodes with equal seconds and capacity."""
+        """Returns groups of equal nodes: equal seconds for each item, equal memory."""
         found: dict[bytes, list[int]] = {}
         for node in range(self.seconds.shape[1]):
             key = self.seconds[:, node].tobytes() + self.capacity[node].tobytes()
@@ -131,10 +134,10 @@ class _Row:
         return max(start, min(by_time, by_bytes, int(self.ends[start, node])))
 
     def along(self, order: Sequence[int], limit: float) -> tuple[Stretch, ...] | None:
-        """Gives each node in order the longest stretch that `reach` allows under
-        `limit`.
+        """Gives each node, in the given order, the longest stretch that it can run.
 
-        Returns None if items are left over.
+        A stretch takes at most `limit` seconds and fits into the node's memory
+        (`reach`). Returns None if items are left over.
         """
         start, found = 0, []
         for node in order:
@@ -147,9 +150,11 @@ class _Row:
     def in_any_order(
         self, kinds: Sequence[Sequence[int]], limit: float
     ) -> tuple[Stretch, ...] | None:
-        """Finds stretches that cover all items and that `reach` allows under `limit`.
+        """Finds stretches of at most `limit` seconds that cover all items.
 
-        The nodes may have any order. Returns None if there are no such stretches.
+        Each fits into its node's memory (`reach`). The nodes may have any order;
+        `kinds` has the groups of equal nodes. Returns None if there are no such
+        stretches.
         """
         none = (0,) * len(kinds)
         far: dict[tuple[int, ...], int] = {none: 0}
@@ -176,7 +181,8 @@ class _Row:
     def best(self, under: _Under) -> tuple[Stretch, ...] | None:
         """Finds by bisection the least limit for which `under` returns stretches.
 
-        Returns these stretches; None if there are none even without a limit.
+        `under` maps a limit in seconds to stretches none of which takes longer, or to
+        None. Returns these stretches; None if there are none even without a limit.
         """
         best = under(np.inf)
         if not best:
@@ -210,7 +216,7 @@ def _back(
     last: dict[tuple[int, ...], int],
     kinds: Sequence[Sequence[int]],
 ) -> Iterator[int]:
-    """Yields the nodes that a state of the dynamic program uses.
+    """Yields the nodes that a state of the dynamic program of `in_any_order` uses.
 
     The node of the last stretch comes first.
 
@@ -274,9 +280,9 @@ class Climb:
         """Searches for the placement with the lowest value of `step`.
 
         From each start in turn, single groups of tasks are moved until no move lowers
-        the value. Then pairs of groups are moved, from the best placement found. The
-        search ends when no move helps or no try is left; later starts may then not be
-        tried.
+        the value. (The tasks of a group must share a node.) Then pairs of groups are
+        moved, from the best placement found. The search ends when no move helps or no
+        try is left; later starts may then not be tried.
 
         Args:
             starts: placements, each the node of every task. A node must be able to run
@@ -300,7 +306,8 @@ class Climb:
     def _singly(self, node_of: list[int], seconds: float) -> tuple[list[int], float]:
         """Moves single groups of tasks until no move lowers `step` or no try is left.
 
-        Returns the placement and its `step` value.
+        Begins with the placement `node_of` (the node of each task), whose `step` value
+        is `seconds`. Returns the last placement and its `step` value.
         """
         idle = 0
         for number in itertools.cycle(range(len(self.groups))):
@@ -324,6 +331,8 @@ class Climb:
     ) -> tuple[list[int], float]:
         """Tries moves, and makes the first move that lowers `step`.
 
+        Begins with the placement `node_of` (the node of each task), whose `step` value
+        is `seconds`. A move maps groups of tasks, by number, to their new nodes.
         Returns the placement and its `step` value; both are unchanged if no move lowers
         the value, or if no tries are left.
         """
@@ -347,7 +356,8 @@ def _neighbours(
 ) -> list[tuple[int, int]]:
     """Returns pairs of groups that share a value, as producer and reader or as readers.
 
-    Values whose producer and readers are more than `_MOST_ENDS` tasks are skipped.
+    `groups` has the tasks of each group; a pair has two indices into `groups`. Values
+    whose producer and readers are more than `_MOST_ENDS` tasks are skipped.
     """
     of = {task: number for number, group in enumerate(groups) for task in group}
     found: dict[tuple[int, int], None] = {}
@@ -467,10 +477,10 @@ class Search:
         self.how = ""
 
     def step_s(self, found: Schedule) -> float:
-        """Computes the seconds of a step of several microbatches.
+        """Computes the seconds of a step of `microbatches` from a schedule of one.
 
         The first microbatch takes the makespan. Each further microbatch adds the busy
-        seconds of the busiest node or port.
+        seconds of the busiest node or network port.
         """
         fullest = max(*found.busy_s, found.port_s)
         return found.makespan_s + (self.microbatches - 1) * fullest
@@ -478,7 +488,8 @@ class Search:
     def see(self, found: Schedule | None, how: str) -> float | None:
         """Records a schedule and returns its step seconds; keeps the best in `best`.
 
-        Returns None if `found` is None, which means that memory did not suffice.
+        `how` says by which rule the schedule was found. Returns None if `found` is
+        None, which means that memory did not suffice.
         """
         if found is None:
             self.is_tight = True
@@ -490,7 +501,7 @@ class Search:
         return seconds
 
     def on(self, node_of: Sequence[int]) -> Schedule | None:
-        """Schedules tasks on given nodes, in the order that `order` names.
+        """Schedules tasks on given nodes, `node_of`, in the order that `order` names.
 
         Returns None if memory does not suffice.
         """
@@ -502,8 +513,9 @@ class Search:
     def greedy(self) -> None:
         """Places each task where it ends first, in several orders of tasks.
 
-        Tasks are ordered by upward rank in several ways, and as in the program; if
-        `order` is `traversal`, only as in the program.
+        Tasks are ordered by upward rank (the longest path in seconds from a task to the
+        end of the program), computed in several ways, and as in the program. If `order`
+        is `traversal`, they are ordered only as in the program.
         """
         for name, order in self._orders():
             self.see(schedule(self.problem, order), name)
@@ -594,7 +606,8 @@ class Search:
         return None
 
     def _bytes_of(self, group: Sequence[int]) -> float:
-        """Returns the bytes of a group's arguments and of the values that it makes.
+        """Returns the bytes of the arguments that a group of tasks reads, and of the
+        values that it makes.
 
         Values that the group reads from other groups are not counted.
         """
@@ -652,9 +665,10 @@ class Search:
         return [*starts, tuple(node_of)]
 
     def best_on(self, node_of: Sequence[int], how: str) -> float | None:
-        """Schedules tasks on given nodes in several orders.
+        """Schedules tasks on given nodes, `node_of`, in several orders of tasks.
 
-        Returns the least step seconds, or None if no schedule fits into memory.
+        `how` says by which rule the nodes were found. Returns the least step seconds,
+        or None if no schedule fits into memory.
         """
         found = [self.see(self.on(node_of), how)]
         for order in self.orders:

@@ -48,9 +48,9 @@ class Kernels:
 
         It has one if `registered` lists the operator for the device's type or platform.
         Otherwise `DeviceType.kernels` must list the operator. If `DeviceType.kernels`
-        is None, it counts as listing all operators but those in `CUSTOM`, or none on
-        the platform `other`. On JAX's platforms, an operator that is not in `CUSTOM`
-        must also be absent from `lacking`.
+        is None, it counts as listing all operators but custom calls (`CUSTOM`, such as
+        a Pallas kernel), or none on the platform `other`. On JAX's platforms, an
+        operator that is no custom call must also be absent from `lacking`.
 
         >>> from dtft.planner.cluster.catalog import device_type
         >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),
@@ -80,14 +80,20 @@ class Kernels:
 
 
 def names_of(operator: Operator) -> frozenset[str]:
-    """Returns an operator's names in registries and pins: primitive, kind, and word of
-    `CLASSES`."""
+    """Returns the names by which kernels and `affinity` may name an operator.
+
+    These are its primitive, its kind, and the word of `CLASSES` that means this kind,
+    such as "dot_general", "matmul" and "dense".
+    """
     words = [word for word, kind in CLASSES.items() if kind == operator.kind]
     return frozenset((operator.primitive, operator.kind, *words))
 
 
 def platforms_of(device: DeviceType) -> tuple[str, ...]:
-    """Returns the names that registries and pins may use for a device's platform."""
+    """Returns the names by which kernels and `affinity` may name a device's platform.
+
+    For example ("cuda", "gpu").
+    """
     return words_of_platform(device.platform)
 
 
@@ -101,9 +107,10 @@ def words_of_platform(platform: str) -> tuple[str, ...]:
 
 
 def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
-    """Returns a node's names in pins: its own, its device type's, its platform's.
+    """Returns the names by which `affinity` may name a node, the place of an operator.
 
-    The first part of the device type's name is a name too.
+    These are the node's own name, its device type's and its platform's. The first part
+    of the device type's name is a name too.
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> places_of("fpga-u280:0", device_type("fpga-u280"))
@@ -115,10 +122,12 @@ def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
 def pinned(
     affinity: Mapping[str, str], operator: Operator, nodes: Nodes
 ) -> frozenset[int] | None:
-    """Returns the nodes that a pin allows for an operator; None without a pin.
+    """Returns the nodes on which `affinity` allows an operator; None if it names none.
 
-    The primitive's pin takes precedence over other pins. Of the pins of its kind and of
-    words of `CLASSES`, the first in alphabetical order counts.
+    An entry of `affinity` is a pin: it maps an operator's primitive, its kind, or a
+    word of `CLASSES` such as "dense" to a node, device type or platform. The
+    primitive's pin takes precedence; of the other pins the first in alphabetical order
+    counts.
     """
     names = sorted(names_of(operator) & affinity.keys())
     if not names:
@@ -173,7 +182,7 @@ def check_kernels(
 
 
 def _check_form(kernels: Kernels) -> None:
-    """Checks that `registered` and `lacking` are mappings to sets."""
+    """Raises a ValueError unless `registered` and `lacking` are mappings to sets."""
     for name, of in (("registered", "names"), ("lacking", "numbers")):
         value = getattr(kernels, name)
         if not isinstance(value, Mapping) or not all(
@@ -186,7 +195,8 @@ def _check_form(kernels: Kernels) -> None:
 
 
 def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
-    """Checks that `lacking` maps JAX platforms to numbers of existing operators."""
+    """Raises a ValueError unless `lacking` maps JAX platforms to numbers of existing
+    operators."""
     platforms = [name for name in get_args(Platform) if name != "other"]
     for platform, operators in lacking.items():
         if platform not in platforms:
@@ -207,10 +217,13 @@ def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
 def check_pins(
     affinity: Any, nodes: Nodes, operators: Sequence[Operator]
 ) -> tuple[str, ...]:
-    """Checks that pins name known operators and existing nodes.
+    """Checks that `affinity` maps known operators to existing nodes.
+
+    Its entries are pins: an operator, and the node, device type or platform that must
+    run it.
 
     Returns:
-        Notes on pins of operators that this program lacks.
+        A note, as text, on each pin of an operator that this program lacks.
 
     Raises:
         ValueError: `affinity` is not a mapping, or a pin names an unknown operator or a
@@ -271,7 +284,9 @@ def _known(operators: Sequence[Operator]) -> frozenset[str]:
 
 @cache
 def _of_jax() -> frozenset[str]:
-    """Returns the operator names known without a program: JAX's primitives, kinds,
-    words of `CLASSES`."""
+    """Returns the names of operators that are valid for every program.
+
+    These are JAX's primitives, the kinds of operators, and the words of `CLASSES`.
+    """
     public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
     return frozenset((*public, *COUNTED, *CUSTOM, *CLASSES, *get_args(OperatorKind)))

@@ -18,7 +18,7 @@ from dtft.placement.problem import Problem
 
 @dataclass(slots=True)
 class Line:
-    """Busy intervals of a node or a port, ascending and without overlap."""
+    """Busy intervals of a node or a network port, ascending and without overlap."""
 
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Line:
         return sum(self.ends) - sum(self.starts)
 
     def free(self, ready: float, seconds: float) -> float:
-        """Finds the first time from `ready` on at which a gap of `seconds` is free."""
+        """Returns the first time, `ready` or later, from which `seconds` are free."""
         ends = self.ends
         if not ends or ready >= ends[-1]:
             return ready
@@ -120,7 +120,7 @@ Sent = tuple[int, int, int, float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Nodes and times of all tasks and transfers."""
+    """Nodes and times of all tasks and transfers of one microbatch, in seconds."""
 
     node_of: tuple[int, ...]
     starts: tuple[float, ...]
@@ -142,7 +142,7 @@ def schedule(
     *,
     among: Sequence[int] | None = None,
 ) -> Schedule | None:
-    """Simulates the tasks and transfers of one microbatch.
+    """Simulates the tasks and transfers of one microbatch on the nodes.
 
     Returns None if a node's memory does not suffice, or if `node_of` is None and a task
     has no kernel on the nodes in `among`.
@@ -168,7 +168,8 @@ def schedule(
 
 
 class _State:
-    """State of the simulation: busy times of nodes and ports, and memory of nodes."""
+    """State of the simulation by `schedule`: busy times of nodes and network ports, and
+    memory of nodes."""
 
     def __init__(self, problem: Problem, among: Sequence[int] | None) -> None:
         self.of = problem
@@ -198,9 +199,9 @@ class _State:
     def best_node(self, task: int) -> int | None:
         """Returns the node on which a task ends first; None if no node can run it.
 
-        A node that can run the task has its kernel and enough free memory.
-
-        If another task of the same group has a node, that node is the only choice.
+        A node that can run the task has its kernel and enough free memory. Tasks of a
+        group share a node: if another one of the group has a node, that node is the
+        only choice.
         """
         of, group = self.of, self.of.tasks.groups[task]
         if group in self.group_at:
@@ -226,7 +227,8 @@ class _State:
     def _ways(self, task: int) -> list[tuple[float, int]]:
         """Returns, for each node that may run a task, a lower bound of the task's end.
 
-        The entries are pairs of bound and node. The bound assumes idle ports.
+        The entries are pairs of bound and node. The bound assumes that no network port
+        is busy.
         """
         of, ready = self.of, self.open
         for value in of.read[task]:
@@ -260,7 +262,7 @@ class _State:
         return self.live[node] + more <= of.capacity[node]
 
     def run(self, task: int, node: int) -> None:
-        """Schedules a task on a node, and the transfers of its inputs."""
+        """Adds a task on a node, and the transfers of its inputs, to the simulation."""
         of = self.of
         sent = self._bring(task, node)
         ready = max((end for *_, end in sent), default=0.0)
@@ -313,7 +315,7 @@ class _State:
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:
-        """Reserves ports for sending a task the inputs that its node lacks.
+        """Reserves network ports for sending a task the inputs that its node lacks.
 
         The input that is ready first is sent first. Returns the transfers.
         """
@@ -332,9 +334,10 @@ class _State:
     def _whole(self, value: int) -> int:
         """Returns the value that a node holds and sends instead of `value`.
 
-        Parts of one gradient on one node are added up, and only the sum is held and
-        sent. So for a part this is the part that stands for the sum. For any other
-        value it is the value itself.
+        Each reader of a value makes a part of the value's gradient. Parts that were
+        made on one node are added up, and only the sum is held and sent. So for a part
+        the result is the number of one of these parts, which stands for the sum. For
+        any other value it is `value` itself.
         """
         behind = self.of.sum_of[value]
         if behind < 0:
@@ -344,8 +347,9 @@ class _State:
     def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
         """Replaces parts of the same gradient on the same node by their sum (`_whole`).
 
-        `missing` and the result are pairs: the time in seconds when a value is ready,
-        and the value's number. A sum is ready when its last part is ready.
+        A part is the contribution of one reader of a value. `missing` and the result
+        are pairs: the time in seconds when a value is ready, and the value's number. A
+        sum is ready when its last part is ready.
         """
         found: dict[int, float] = {}
         for since, value in missing:
@@ -427,9 +431,10 @@ TAKEN: tuple[Taken, ...] = ("mean", "max", "min")
 def by_rank(problem: Problem, taken: Taken) -> list[int]:
     """Sorts tasks by upward rank, highest first, before their nodes are known.
 
-    The seconds of a task are the `taken` (mean, max or min) over the nodes that can run
-    it. Transfers take the mean latency and the mean seconds per byte over all pairs of
-    nodes.
+    The upward rank is the longest path in seconds from the start of a task to the end
+    of the program. The seconds of a task are the mean, max or min (`taken`) over the
+    nodes that can run it. Transfers take the mean latency and the mean seconds per byte
+    over all pairs of nodes.
     """
     seconds = np.where(np.isfinite(problem.array), problem.array, np.nan)
     reduce = {"mean": np.nanmean, "max": np.nanmax, "min": np.nanmin}[taken]
@@ -442,7 +447,11 @@ def by_rank(problem: Problem, taken: Taken) -> list[int]:
 
 
 def by_rank_on(problem: Problem, node_of: Sequence[int]) -> list[int]:
-    """Sorts tasks by upward rank, highest first, for given nodes of the tasks."""
+    """Sorts tasks by upward rank, highest first, for given nodes of the tasks.
+
+    The upward rank is the longest path in seconds, transfers included, from the start
+    of a task to the end of the program.
+    """
     seconds = [row[node] for row, node in zip(problem.seconds, node_of, strict=True)]
 
     def sending_s(value: int, reader: int) -> float:
@@ -453,7 +462,7 @@ def by_rank_on(problem: Problem, node_of: Sequence[int]) -> list[int]:
 
 
 def as_they_come(problem: Problem) -> list[int]:
-    """Returns the numbers of the tasks in the order of the program."""
+    """Returns the order of the program as an order of tasks: 0, 1, 2, ..."""
     return list(range(len(problem.seconds)))
 
 

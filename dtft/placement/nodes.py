@@ -106,7 +106,10 @@ class Nodes:
 
 
 class _Routes:
-    """Tables of link speeds and ports, filled from the innermost links outwards."""
+    """Tables of link speeds and ports of all pairs of nodes.
+
+    They are filled from the innermost links outwards.
+    """
 
     def __init__(self, num: int) -> None:
         self.empty_s, self.byte_s = np.zeros((num, num)), np.zeros((num, num))
@@ -125,9 +128,10 @@ class _Routes:
             below *= level.size
 
     def through(self, link: Link, devices: Numbers, apart: NDArray[np.bool_]) -> None:
-        """Sets seconds and ports of the pairs marked in `apart` to those of a link.
+        """Gives the pairs marked in `apart` the seconds and ports of a link.
 
-        `apart` is a mask `[devices, devices]` over the given devices.
+        `devices` are numbers of devices; `apart` is a mask `[devices, devices]` over
+        them.
         """
         curve, place = link.curve, np.ix_(devices, devices)
         each = 1 / curve.bandwidth

@@ -38,7 +38,11 @@ class Passed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tasks:
-    """Tasks in an order in which they can be run one after another."""
+    """Tasks (operators, loops or layers), their seconds on each node, and the values
+    that pass between them.
+
+    They are in an order in which they can be run one after another.
+    """
 
     names: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -79,7 +83,7 @@ class Tasks:
 
     @property
     def together(self) -> list[list[int]]:
-        """Lists of the tasks of each group, ordered by first task."""
+        """The tasks of each group, which share a node; groups ordered by first task."""
         found: dict[int, list[int]] = {}
         for task, group in enumerate(self.groups):
             found.setdefault(group, []).append(task)
@@ -139,7 +143,11 @@ class Tasks:
 
 
 def _again(value: Passed, behind: Sequence[int]) -> tuple[int, ...]:
-    """Returns the readers of a value, and the backward tasks of these readers."""
+    """Returns the readers of a value in a step with a backward pass.
+
+    These are its readers in the forward pass, and their backward tasks. `behind` has
+    the backward task of each forward task.
+    """
     return (*value.readers, *(behind[reader] for reader in reversed(value.readers)))
 
 
@@ -305,14 +313,14 @@ def tasks_of(
         graph: the program.
         nodes: the nodes of a cluster, with device types.
         kernels: kernels of devices, in addition to those of the device types.
-        affinity: map from an operator (primitive, kind, or word of `CLASSES`) to the
-            node, device type or platform that must run it.
+        affinity: pins: map from an operator (a primitive, a kind, or `dense`, `conv`,
+            `activation`) to the node, device type or platform that must run it.
         grain: `operator`: each operator is a task; or `block`: each of several
             consecutive equal layers is a task, and so is each operator outside these
             layers. A loop is never split.
         together: operators that stay on one node, as pairs of the first operator and
-            the operator after the last: calls that the executor cannot cut
-            (`dtft.planner.ir.uncut`).
+            the operator after the last; such as those that `dtft.planner.ir.uncut`
+            lists, because a placed step cannot separate them.
         params: path of the argument that is differentiated; default: the first one.
 
     Raises:
@@ -411,8 +419,9 @@ class _Seconds:
     def of(self, start: int, stop: int) -> Floats:
         """Returns a task's seconds by node, `[nodes]`; infinite where it cannot run.
 
-        A node can run a task if it has a kernel for each operator and no pin forbids
-        the node. Raises ValueError if no node is left.
+        The task has the operators `start` to `stop` - 1 of the program. A node can run
+        a task if it has a kernel for each operator and no pin forbids the node. Raises
+        ValueError if no node is left.
         """
         numbers = range(start, stop)
         total = sum((self._speeds(n) for n in numbers), np.zeros(len(self.types)))
@@ -427,8 +436,9 @@ class _Seconds:
     def backward(self, start: int, stop: int) -> float:
         """Returns a task's backward seconds divided by its forward seconds, 1 to 2.
 
-        In the backward pass matrix multiplications and convolutions count twice, other
-        operators once, each with its seconds on the fastest device type.
+        The task has the operators `start` to `stop` - 1 of the program. In the backward
+        pass matrix multiplications and convolutions count twice, other operators once,
+        each with its seconds on the fastest device type.
         """
         each = [float(self._speeds(number).min()) for number in range(start, stop)]
         some = self.graph.operators[start:stop]
@@ -436,7 +446,11 @@ class _Seconds:
         return 1.0 + (twice / sum(each) if sum(each) else 0.0)
 
     def _speeds(self, number: int) -> Floats:
-        """Returns the seconds of all runs of an operator by device type, `[types]`."""
+        """Returns the seconds of an operator on each device type, `[types]`.
+
+        `number` is the operator's in the program. In a loop the operator runs several
+        times; the seconds are the sum.
+        """
         op, values = self.graph.operators[number], self.graph.values
         arrays = tuple(
             (values[v].shape, values[v].dtype) for v in (*op.inputs, *op.outputs)
@@ -511,8 +525,9 @@ class _Seconds:
             what = f"all of operators {start} to {stop - 1}, which begin with {name},"
         return (
             f"no node has a kernel for {what}. The cluster has {', '.join(devices)}; "
-            "what is not registered is not there. Add a node that has it, or register "
-            "it: kernels=Kernels(registered={'TYPE': frozenset({'NAME'})})."
+            "a kernel that is not registered counts as missing. Add a node that has "
+            "it, or register it: "
+            "kernels=Kernels(registered={'TYPE': frozenset({'NAME'})})."
         )
 
 
@@ -532,7 +547,10 @@ def _seconds(graph: Graph, device: DeviceType, done: Any, moved: float) -> float
 
 
 def _name(graph: Graph, start: int, stop: int) -> str:
-    """Returns a task's name, such as `12 dot_general`, `3-40 loop`, `41-60 block`."""
+    """Returns a task's name, such as `12 dot_general`, `3-40 loop`, `41-60 block`.
+
+    The task has the operators `start` to `stop` - 1 of the program.
+    """
     if stop - start == 1:
         return f"{start} {graph.operators[start].primitive}"
     return f"{start}-{stop - 1} {_kind(graph, start, stop)}"
