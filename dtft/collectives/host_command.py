@@ -76,12 +76,13 @@ class HostCommanded:
         return self.reduce(rows)
 
     def local_gradients(self, params: Any, batch: Any) -> ValueAndGradients:
-        """Starts the program that computes each position's local value and gradients.
+        """Starts the program that computes each position's own value and gradients.
 
         Returns:
-            The results of `__call__`, each leaf with a leading replica dim: row i
-            belongs to position i of the axis and is on the devices of this position.
-            The arrays may not be ready.
+            The same tree as `__call__` returns, but not averaged: each leaf has a
+            leading replica dim, whose row i was computed from the rows of position i of
+            the axis and is on the devices of this position. The arrays may not be
+            ready.
 
         Raises:
             ValueError: the call is inside `jax.jit`, or the rows of `batch` cannot be

@@ -76,10 +76,11 @@ def scaled_mesh(
 
 
 def row_parts(experiment: Experiment) -> int:
-    """Returns a divisor that the number of rows of a data slot must have.
+    """Returns the number by which the rows of a data slot must be divisible.
 
-    A data slot is one of the `replica` x `fsdp` equal parts of a batch. The divisor is
-    1 without pipeline stages.
+    A data slot is one of the `replica` x `fsdp` equal parts of a batch. The number is
+    the least common multiple of the pipeline's microbatches and stages, or 1 without
+    stages.
     """
     stages = experiment.mesh.stage
     return experiment.pipeline.row_parts(stages) if stages > 1 else 1

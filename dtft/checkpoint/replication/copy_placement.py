@@ -559,11 +559,14 @@ class Shares:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the host's layout)
     def _turns(self, slot: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Returns, for each slice of a slot, a pair: its owners in the order of
-        copying, and an offset.
+        """Returns, for each slice of a slot, its owners and where their turns begin.
 
-        The offset modulo the number of owners is the position of the first owner that
-        copies the slice at snapshot 0.
+        Owners are the slots with the slice on their devices. At each snapshot some
+        consecutive owners, in this order and cyclically, copy the slice (`_copiers`).
+
+        Returns:
+            Pairs (owners, offset). At snapshot 0 the copying owners begin at position
+            `offset` modulo the number of owners.
         """
         found = {}
         for spec, leaves in leaves_by_spec(self.layout).items():

@@ -160,8 +160,12 @@ class Fault:
 
     @property
     def holds(self) -> bool:
-        """Whether the fault stops agents or whole hosts, or is a cut other than between
-        two hosts."""
+        """Whether the fault suspends agents or hosts, or cuts hosts off; False if it
+        kills.
+
+        True for `stop-agent`, `stop-host`, and `cut` unless its reach is `pair` (a cut
+        between two hosts only). `stop-trainer` suspends no agent, so it is False.
+        """
         held = self.kind in ("stop-agent", "stop-host", "cut")
         return held and self.reach != "pair"
 

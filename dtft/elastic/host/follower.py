@@ -1041,8 +1041,11 @@ class Follower:
         self._exports.begin(holder, {**order, "epoch": self.epoch})
 
     def lend(self, step: int) -> None:
-        """Keeps a step in memory, so that exporting peers can fetch slices of it; -1
-        frees it."""
+        """Keeps a step in memory while other hosts write it to storage.
+
+        Those hosts fetch slices of the step from this host. Frees the step of the
+        previous call; with `step` -1 keeps none.
+        """
         self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:

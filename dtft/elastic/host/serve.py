@@ -189,9 +189,14 @@ class ServingHost:
             remove_memory_directory(config.memory_directory)
 
     def _check_domain(self) -> None:
-        """Raises JobMismatch if this host's failure domain does not fit the others'.
+        """Checks this host's failure domain label against those of the other hosts.
 
-        Also sends the error to the user's process.
+        Raises:
+            JobMismatch: the label cannot be parsed or contradicts the others: hosts
+                name different levels (power, rack), or a rack is in two power domains.
+                If a user's process is attached, it is sent the error and detached
+                first.
+            StoreUnavailable: the labels of the other hosts cannot be read.
         """
         try:
             check_domain(self._store, self._config)

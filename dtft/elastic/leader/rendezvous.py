@@ -1,4 +1,4 @@
-"""Forms the job in rounds, at the job's start and after each failure.
+"""Forms the job in rounds: at its start, after failures, and for another size.
 
 A formation is an assignment of hosts to slots. A round is one attempt to make a
 formation. It gathers reports of the copies that hosts hold, and lets pure modules

@@ -164,9 +164,11 @@ class Requests:
     # --------------------------------------------------------- other shardings
 
     def _newest(self) -> ReshardPlans:
-        """Returns what plans the resharding of the newest commit (`ReshardPlans`).
+        """Returns the `ReshardPlans` of the current round.
 
-        It is made anew after each assignment of hosts to slots.
+        A round is one attempt to assign hosts to slots. The object plans how the newest
+        commit is restored on other shardings; the first call in a round makes a new
+        one.
         """
         round_ = self._rendezvous.current
         assert round_ is not None

@@ -78,7 +78,8 @@ class MemoryStore:
             return found[0] if found else None
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """Returns the keys with `prefix`, sorted, and the store's revision."""
+        """Returns the pairs whose keys have `prefix`, sorted by key, and the store's
+        revision."""
         with self._changed:
             self._enter("list")
             return self._listing(prefix), self._revision

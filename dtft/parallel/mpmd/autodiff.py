@@ -441,8 +441,9 @@ def _mean(total: jax.Array, weights: list[jax.Array], found: list[jax.Array]) ->
 class Gradients:
     """The calls that compute a loss and its gradients.
 
-    A call (`NodeCall`) is a program on one node. Also has the name (`Key`) and the node
-    of each input and each result of the calls.
+    A call (`NodeCall`) is a program on one node. The other fields say which arrays go
+    in and come out: the name (`Key`) and the node of each array that the caller
+    provides, of each result of the loss, and of each parameter's gradient.
     """
 
     calls: Calls

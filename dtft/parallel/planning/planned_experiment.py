@@ -86,10 +86,11 @@ def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainS
 
 
 def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
-    """Makes a function that computes the gradients and metrics of a batch.
+    """Makes a function from a state and a batch to gradients, metrics and statistics.
 
-    They are means over the batch, and so are the new running statistics (`Means`). The
-    function applies the shardings and settings of the update's plan.
+    The function returns a dict (`Means`): the gradients and metrics, averaged over the
+    batch, and the model's new running statistics (as of batch normalization). It
+    applies the shardings and settings of the update's plan.
     """
 
     def loss(

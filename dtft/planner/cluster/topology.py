@@ -283,10 +283,12 @@ def parse_shorthand(text: str) -> Cluster:
 
 
 def parse_pool(text: str) -> Pool:
-    """Reads one pool of a shorthand, such as `64x8xH100`.
+    """Reads one pool of devices, such as `64x8xH100`: 64 hosts of 8 devices.
 
     Raises:
-        ValueError: the name is unknown, or the sizes do not fit the name.
+        ValueError: the text cannot be read, the device type or machine is unknown, a
+            size is below 1, or such sizes are impossible for this machine (for example
+            12 devices on hosts of 8).
     """
     sizes, name = _split(text)
     found = machine(name)
@@ -320,16 +322,20 @@ def _split(text: str) -> tuple[list[int], str]:
 def _hosts(
     text: str, sizes: list[int], found: Machine, *, of_hosts: bool
 ) -> tuple[Level, ...]:
-    """Builds the levels of a host's devices and of hosts; leaves out those of size 1.
+    """Builds the fabric's levels: the devices of a host, then the hosts.
+
+    A level of size 1 is left out.
 
     Args:
-        text: the shorthand, for the error.
-        sizes: its sizes, outermost first.
-        found: the machine that it names.
-        of_hosts: whether a single size counts hosts, not devices.
+        text: a pool in words, such as `64x8xH100`; used in errors.
+        sizes: the numbers in `text`, outermost first: hosts and devices of each, one of
+            the two, or none.
+        found: the catalog's machine of the name in `text`.
+        of_hosts: whether a lone number counts hosts; otherwise it counts devices.
 
     Raises:
-        ValueError: there are more than two sizes, or the devices do not fill hosts.
+        ValueError: there are more than two sizes, or a lone number of devices is above
+            the number of a host in the catalog and no multiple of it.
     """
     if len(sizes) > 2:
         raise ValueError(

@@ -197,15 +197,21 @@ def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
 def _counted(
     bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Computes `members` of one mesh whose axes fill groups of the fabric unevenly.
+    """Returns what `members` returns, for one mesh with axes that fill groups unevenly.
 
-    Lists the devices of every collective, and counts the groups of each level that hold
-    them.
+    A group is what one level of the fabric joins, such as a host. For each set of
+    devices that run the collective together, counts the groups on each level that have
+    some of these devices. Of several sets, takes the one in the most groups on the
+    outermost level; if equal, on the next level.
 
     Args:
-        bounds: the number of devices in a group of each level, innermost first.
+        bounds: 1, then the number of devices in a group of each level, innermost first.
         mesh: sizes of the axes, slowest-varying first.
         chosen: whether each axis takes part in the collective.
+
+    Returns:
+        For each level, innermost first, the number of parts (devices, or groups of the
+        level below) divided by the number of groups; a fraction if uneven.
     """
     order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
     members = math.prod(

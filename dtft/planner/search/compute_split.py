@@ -63,10 +63,13 @@ def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
 
 
 def arrays_of(question: Workload, group: OpGroup) -> set[frozenset[int]]:
-    """Returns the dims of each array that a group's operator reads or writes.
+    """Returns the arrays of a group's operator, each as the set of its dims.
 
-    Each array is given as the set of its dims. Corresponding arrays of equal layers
-    have equal sets.
+    These are the arrays that the operator reads or writes. A dim is a number, and the
+    same dim has the same number in every array of the program. A dim of a repeated
+    layer is replaced by the one that stands for it in all equal layers
+    (`Workload.root`), so an array of one layer and the same array of an equal layer
+    give the same set.
     """
     values, operator = question.graph.values, group.operator
     indices = (*operator.inputs, *operator.outputs)
