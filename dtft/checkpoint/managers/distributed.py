@@ -577,7 +577,7 @@ class JobSteps:
 
         Raises:
             NotBrought: the agents could not provide the slices; the message names the
-                first leaf that needs other slices.
+                first leaf of which a process needs a slice that it did not save.
             CorruptCopy: a slice does not match its digests.
         """
         leaves = [leaf for leaf in record.leaves if leaf.path in abstract]

@@ -469,8 +469,8 @@ class CommitHealth:
     def state(self) -> Literal["healthy", "degraded", "lost"]:
         """State of the commit in the memory of live hosts.
 
-        A lost commit cannot be restored. A degraded commit can be restored, but some
-        slices have fewer copies than `wanted`.
+        A lost commit cannot be restored from memory. A degraded commit can, but some
+        slices have copies in fewer failure domains than `wanted`.
         """
         if self.problem:
             return "lost"

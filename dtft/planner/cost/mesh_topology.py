@@ -252,10 +252,11 @@ def extents(
 ) -> np.ndarray:
     """Computes each axis's extent: how many devices along the axis share a group.
 
-    The extent is the largest number m of devices so that each aligned run of m devices
-    along the axis lies inside one group of the fabric. If one group holds the mesh, m
-    is the axis size. Otherwise m is the largest divisor of the axis size so that
-    m * stride divides the number of devices in the group, or 1 if there is none.
+    The extent is the largest divisor m of the axis size so that, if the axis is cut
+    into runs of m devices, each run lies inside one group of the fabric. If one group
+    holds the mesh, m is the axis size. Otherwise m is the largest divisor of the axis
+    size so that m * stride divides the number of devices in the group, or 1 if there is
+    none.
 
     Args:
         sizes: sizes of the axes.

@@ -355,7 +355,10 @@ class Frame(NamedTuple):
 
 
 class Walk:
-    """A walk through a program that collects its graph."""
+    """Collects the graph of a program, whose jaxpr and called jaxprs it walks through.
+
+    `run` adds one jaxpr; `found` has what was collected so far.
+    """
 
     def __init__(self) -> None:
         self.found = Drafts()
