@@ -37,7 +37,7 @@ test: $(STAMP) $(AOT_STAMP)
 
 drills: $(STAMP)
 	.venv/bin/pytest -q -m drill_all tests/drills
-	.venv/bin/pytest -q -m more tests/unit/planner
+	.venv/bin/pytest -q -m more tests/unit/planner tests/multiprocess
 
 # What a user does who installs the wheel, in an empty environment of each Python.
 wheel-test: $(STAMP)

@@ -1,11 +1,11 @@
-"""Runs one of optax's own test suites with our optimizers in its tables.
+"""Runs one of optax's own test suites with one of our optimizers in its tables.
 
-    python -m tests.support.optax_suite alias [short]
+    python -m tests.support.optax_suite alias max_adabelief
 
 The suite's source is read from the installed optax, whose wheel ships the tests of its
-sdist unchanged. Its tables are cut down to `adabelief` and our optimizers, and every
-test that a table gives is run; `short` has an optimization take fewer steps. Prints one
-JSON object per test.
+sdist unchanged. Its tables are cut down to `adabelief` and our optimizer, and every
+test that a table gives is run, with fewer steps of an optimization (`SHORT`). Prints
+one JSON object per test.
 """
 
 import ast
@@ -13,7 +13,7 @@ import importlib.util
 import json
 import sys
 import unittest
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,11 +32,9 @@ TABLES = {
     "OPTIMIZERS",
 }
 SHORT = {10_000: 3_000, 30_000: 9_000}
-"""Lengths of the suites' optimizations, and what they are with `short`."""
+"""Lengths of the suites' optimizations, and what they are here."""
 THEIRS = "adabelief"
 OURS = ("guarded_max_adabelief", "max_adabelief")
-NAMES = (*OURS, THEIRS)
-"""In this order, as the name of one is part of the others'."""
 
 
 def source(suite: str) -> Path | None:
@@ -45,8 +43,11 @@ def source(suite: str) -> Path | None:
     return Path(spec.origin) if spec and spec.origin else None
 
 
-def optimizers() -> dict[str, Any]:
-    """Factories by name."""
+def optimizers(ours: str) -> dict[str, Any]:
+    """Factories by name: of our optimizer `ours`, and of `adabelief`.
+
+    In this order, as the name of `adabelief` is part of ours.
+    """
     import optax
 
     from dtft.optim import max_adabelief, skip_outlier_gradients
@@ -56,15 +57,15 @@ def optimizers() -> dict[str, Any]:
     ) -> optax.GradientTransformationExtraArgs:
         return skip_outlier_gradients(max_adabelief(learning_rate))
 
-    return {
+    known = {
         "guarded_max_adabelief": guarded_max_adabelief,
         "max_adabelief": max_adabelief,
-        THEIRS: optax.adabelief,
     }
+    return {ours: known[ours], THEIRS: optax.adabelief}
 
 
 def with_ours(name: str, factories: dict[str, Any]) -> Any:
-    """A table of `adabelief` and our optimizers, in the form of the table `name`."""
+    """A table of `adabelief` and our optimizer, in the form of the table `name`."""
     if name == "OPTIMIZERS":
         return {key: make(1.0) for key, make in factories.items()}
     if name == "ALL_MODULES":
@@ -76,13 +77,12 @@ def with_ours(name: str, factories: dict[str, Any]) -> Any:
 class _Tables(ast.NodeTransformer):
     """Replaces the value of the first assignment to each table, and lengths."""
 
-    def __init__(self, lengths: dict[int, int]) -> None:
+    def __init__(self) -> None:
         self.found: set[str] = set()
-        self._lengths = lengths
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         if type(node.value) is int:
-            node.value = self._lengths.get(node.value, node.value)
+            node.value = SHORT.get(node.value, node.value)
         return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
@@ -95,14 +95,13 @@ class _Tables(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def load(path: Path, lengths: dict[int, int]) -> ModuleType:
-    """The suite as a module, with our tables, and other `lengths` of optimizations."""
+def load(path: Path, factories: dict[str, Any]) -> ModuleType:
+    """The suite as a module, with tables of `factories`, and shorter optimizations."""
     from optax._src import alias
 
-    factories = optimizers()
     for name, make in factories.items():
         setattr(alias, name, make)  # where the suites look a name up
-    transformer = _Tables(lengths)
+    transformer = _Tables()
     tree = ast.fix_missing_locations(transformer.visit(ast.parse(path.read_text())))
     if not transformer.found:
         raise ValueError(f"{path} has none of the tables {sorted(TABLES)}.")
@@ -113,7 +112,9 @@ def load(path: Path, lengths: dict[int, int]) -> ModuleType:
     return module
 
 
-def cases(module: ModuleType) -> Iterator[tuple[str, str, unittest.TestCase]]:
+def cases(
+    module: ModuleType, names: Iterable[str]
+) -> Iterator[tuple[str, str, unittest.TestCase]]:
     """(optimizer, what is tested, test) of every test of one of the optimizers."""
     for kind in vars(module).values():
         if not (isinstance(kind, type) and issubclass(kind, unittest.TestCase)):
@@ -121,7 +122,7 @@ def cases(module: ModuleType) -> Iterator[tuple[str, str, unittest.TestCase]]:
         for method in unittest.defaultTestLoader.getTestCaseNames(kind):
             parameters = str(getattr(getattr(kind, method), "__x_params_repr__", ""))
             text = f"{method}({parameters})"
-            name = next((name for name in NAMES if name in text), None)
+            name = next((name for name in names if name in text), None)
             if name is not None:
                 what = text if method[-1:] not in "0123456789" else parameters
                 base = method.rstrip("0123456789")
@@ -129,7 +130,7 @@ def cases(module: ModuleType) -> Iterator[tuple[str, str, unittest.TestCase]]:
 
 
 def main() -> None:
-    """Runs the suite named on the command line."""
+    """Runs the suite and the optimizer named on the command line."""
     import jax
 
     # Some tests compare versions as texts: 0.10.2 is "before" 0.7.2, and skipped.
@@ -137,8 +138,8 @@ def main() -> None:
     path = source(sys.argv[1])
     if path is None:
         raise SystemExit(f"optax ships no {SUITES[sys.argv[1]]}")
-    lengths = SHORT if sys.argv[2:] == ["short"] else {}
-    for name, what, test in cases(load(path, lengths)):
+    factories = optimizers(sys.argv[2])
+    for name, what, test in cases(load(path, factories), factories):
         result = unittest.TestResult()
         test.run(result)
         problems = [*result.failures, *result.errors]

@@ -63,6 +63,7 @@ def test_bigscience_leave_one_out(found: LeaveOneOut) -> None:
     assert found.top_1 <= 1.02
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_the_kept_scalars_are_those_of_the_fit(found: LeaveOneOut) -> None:
     assert A100_SCALES.vector() == pytest.approx(found.fitted.values, rel=2e-3)
@@ -70,6 +71,7 @@ def test_the_kept_scalars_are_those_of_the_fit(found: LeaveOneOut) -> None:
     assert H100_SCALES.vector() == pytest.approx(h100, rel=2e-3)
 
 
+@pytest.mark.more
 def test_other_days_of_bigscience_are_near() -> None:
     rows = [p for p in bigscience() if p.group in "FG"]
     errors = costs_of(rows).step_s(A100_SCALES.vector()) / seconds_of(rows) - 1
