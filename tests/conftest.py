@@ -47,8 +47,8 @@ settings.load_profile("untimed")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Two workers more than cores, as many tests wait for processes or leases."""
-    return min(6, len(os.sched_getaffinity(0)) + 2)
+    """One worker more than cores, as many tests wait for processes or leases."""
+    return min(4, len(os.sched_getaffinity(0)) + 1)
 
 
 def pytest_configure(config: pytest.Config) -> None:
