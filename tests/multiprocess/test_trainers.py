@@ -249,6 +249,19 @@ def test_a_trainer_that_does_not_leave_is_killed(
     assert trainers.membership == (0, 0) and not trainers.exited(trainer.ident)
 
 
+def test_a_trainer_that_still_leaves_is_killed_when_the_next_is_to_leave(
+    trainers: Trainers, events: Events
+) -> None:
+    first = started(trainers, 0)
+    assert events.get(timeout=20)[0] == "trainer"
+    assert trainers.leave(5, world=1)  # which it does not do
+    second = started(trainers, 1)
+    assert events.get(timeout=20)[:2] == ("trainer", second.ident)
+    assert trainers.leave(6, world=1)
+    assert events.get(timeout=20) == ("trainer_exit", first.ident, -9)
+    assert trainers.leaving_pid(5) == 0 and trainers.leaving_pid(6) == second.pid
+
+
 def test_a_trainer_that_an_exception_ends_is_not_waited_for(
     trainers: Trainers, events: Events
 ) -> None:

@@ -515,6 +515,7 @@ class Trainers:
         """Orders the active trainer to give up its slot and to keep its process.
 
         A "left_slot" event follows once the trainer has given up its slot or has ended.
+        A trainer that still has not carried out an earlier `leave` is killed.
 
         Args:
             number: identifies the order; the event has the same number.
@@ -534,6 +535,8 @@ class Trainers:
                 return False
             if ended_with(trainer.process) is not None or trainer.world != world:
                 return False
+            if self._leaving is not None:  # its order is given up: nobody waits for it
+                self._dismiss(self._leaving[0], "")
             self._trainer, self._active = None, 0
             self._leaving, trainer.orders = (trainer, number), []
             trainer.send("leave", {"number": number})
