@@ -152,8 +152,10 @@ def space_of(layouts: Sequence[ParallelLayout]) -> Space:
             ("remat", "offload", "schedule", "order", "baseline"), 0 * ones
         ),
     }
+    (stage_layers,) = {layout.stage_layers for layout in layouts}
     return Space(
         columns=columns,
+        stage_layers=stage_layers,
         orders=(("stage", *rest, data, "expert", "sequence", "tensor"),),
     )
 
@@ -168,8 +170,7 @@ def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
         layout: The parallel layout.
         pool: Equal devices, at least as many as the layout has.
     """
-    search = search_of(shape, layout, pool)
-    return search.step_cost(space_of([layout]), layout.stage_layers)
+    return search_of(shape, layout, pool).step_cost(space_of([layout]))
 
 
 # Memory. The planner counts parameters, optimizer state and activations. PyTorch keeps
@@ -203,8 +204,7 @@ def memory(
     Returns:
         Map from a term, such as `gradients`, to its bytes; one number per layout.
     """
-    (uneven,) = {layout.stage_layers for layout in layouts}
-    found = search_of(shape, layouts[0], pool).memory_of(space_of(layouts), uneven)
+    found = search_of(shape, layouts[0], pool).memory_of(space_of(layouts))
     if layouts[0].software == "xla":
         reserve = np.full(len(layouts), RESERVE * pool.device.memory_bytes)
         return {**found, "reserve": reserve}
