@@ -335,8 +335,8 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
     Raises:
         ValueError: the table or a row cannot be read or run; or the cluster is unknown,
-            too small, or has devices that JAX cannot run on. The error of a row names
-            row and column.
+            too small, or has devices that JAX cannot run on. Nothing is predicted then.
+            The error names column and row of each bad row (`Table.rows`).
     """
     table = Table.parse(text)
     found = []
@@ -346,14 +346,17 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
             f"cluster {cluster}: no training step runs on {device.name} "
             f"({device.platform}). Allowed: devices of {', '.join(PLATFORMS)}."
         )
-    scales = scales_of(device.name)
-    for row in table.rows(habits_of(device)):
+
+    def check(row: Row) -> None:
         check_dtype(row, device)
         try:
-            pool = pool_of(cluster, row.layout.gpus)
+            pool_of(cluster, row.layout.gpus)
         except ValueError as error:
             raise ValueError(f"{row.where}, column gpus: {error}") from None
-        found.append(predict_row(row, pool, scales))
+
+    scales = scales_of(device.name)
+    for row in table.rows(habits_of(device), check):
+        found.append(predict_row(row, pool_of(cluster, row.layout.gpus), scales))
     columns = {
         STEP: [f"{row.step_s:.6g}" for row in found],
         LOW: [f"{row.low_s:.6g}" for row in found],
