@@ -17,10 +17,13 @@ from dtft.planner.search import Scales, best_of
 from dtft.planner.transformer import (
     ParallelLayout,
     Shape,
+    Table,
     pool_of,
+    predict_table,
     step_cost,
     workload_of,
 )
+from dtft.planner.transformer.predict import habits_of
 from dtft.planner.transformer.program import (
     batch_of,
     loss_of,
@@ -164,6 +167,23 @@ def test_every_row_run_by_xla_is_priced_as_a_plan(table) -> None:
         find = searched if model in known else planned
         check(shape, layout, pool, find(shape, layout, pool))
         known.add(model)
+
+
+@pytest.mark.parametrize("cluster", ["a100", "h100", "v100"])
+def test_a_table_gets_the_seconds_of_a_plan_for_a_row_of_xla(cluster: str) -> None:
+    """No scalars fitted to PyTorch's programs, and the interval of the catalog."""
+    text = (
+        "heads,hidden,layers,seq_len,vocab,gpus,tp,pp,dp,micro_batch,virtual_stages,"
+        "recompute,global_batch,software,sequence_parallel\n"
+        "8,1024,6,512,4096,8,2,1,4,1,1,none,16,xla,no\n"
+    )
+    _, (found,) = predict_table(text, cluster)
+    pool = pool_of(cluster, 8)
+    (row,) = Table.parse(text).rows(habits_of(pool.device))
+    plan = planned(row.shape, row.layout, pool).prediction
+    terms = {"bubble": 0.0, **plan.terms}
+    assert by_term(found.terms) == pytest.approx(terms, rel=1e-9, abs=1e-12)
+    assert (found.low_s, found.high_s) == pytest.approx((plan.low_s, plan.high_s))
 
 
 @pytest.mark.parametrize("software", ["megatron", "eager", "xla"])
