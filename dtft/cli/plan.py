@@ -169,10 +169,12 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
 
     Raises:
         ValueError: a text is not NAME=VALUE, a knob does not exist or is given twice,
-            or the value of a numeric knob or of `offload` is invalid.
+            or the value of a numeric knob, `offload` or `stage_layers` is invalid.
 
     >>> pins_of(["tensor=8", "remat=dots", "order=replica,tensor"])
     {'tensor': 8, 'remat': 'dots', 'order': ('replica', 'tensor')}
+    >>> pins_of(["stage_layers=5,6,6,5"])
+    {'stage_layers': (5, 6, 6, 5)}
     """
     found: dict[str, Any] = {}
     for text in given:
@@ -196,11 +198,23 @@ def pins_of(given: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"--pin {text}: {name} is pinned twice. Give it once.")
         if name == "order":
             found[name] = tuple(value.split(","))
+        elif name == "stage_layers":
+            found[name] = _counts(text, value)
         elif name == "offload":
             found[name] = _is_true(text, value)
         else:
             found[name] = int(value) if value.isdigit() else value
     return found
+
+
+def _counts(text: str, value: str) -> tuple[int, ...]:
+    counts = value.split(",")
+    if not all(count.isdecimal() for count in counts):
+        raise ValueError(
+            f"--pin {text}: Allowed: whole numbers between commas, such as "
+            "stage_layers=5,6,6,5."
+        )
+    return tuple(map(int, counts))
 
 
 def _is_true(text: str, value: str) -> bool:

@@ -27,6 +27,8 @@ class Knobs:
     """Whether optimizer state is kept in host memory between updates (`Plan.host`)."""
     virtual_stages: int = 1
     """The number of chunks of layers on each pipeline stage (interleaving)."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage, first to last; () for equal stages."""
     schedule: Schedule = "1f1b"
     """Schedule of the pipeline; without effect in plans without an axis `stage`."""
 
@@ -266,8 +268,9 @@ def _check(plan: Plan) -> None:
 def _check_choice(where: str, mesh: Mapping[str, int], knobs: Knobs) -> None:
     """Checks a mesh and knobs: axes are known, and sizes and counts are 1 or more.
 
-    The counts are `microbatches` and `virtual_stages`. Names of fields in errors begin
-    with `where`, such as `alternatives[0].`.
+    The counts are `microbatches`, `virtual_stages` and those of `stage_layers`, which
+    has one number for each stage. Names of fields in errors begin with `where`, such as
+    `alternatives[0].`.
 
     Raises:
         ValueError: a value is not allowed; the message names the field.
@@ -280,3 +283,9 @@ def _check_choice(where: str, mesh: Mapping[str, int], knobs: Knobs) -> None:
     for name in ("microbatches", "virtual_stages"):
         if (number := getattr(knobs, name)) < 1:
             raise ValueError(f"{where}knobs.{name}={number}. Allowed: 1 or more")
+    layers, stages = knobs.stage_layers, mesh.get("stage", 1)
+    if layers and (len(layers) != stages or min(layers) < 1):
+        raise ValueError(
+            f"{where}knobs.stage_layers={list(layers)}. Allowed: a number of 1 or more "
+            f"for each of the {stages} stages of its mesh; none for equal stages"
+        )

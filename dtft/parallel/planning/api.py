@@ -278,7 +278,9 @@ def plan(
             the first plan whose compiled memory fits is selected. 0 compiles none.
         **pins: settings that the search must keep: sizes of axes (`tensor=8`),
             `microbatches`, `remat`, `zero`, `offload`, `order` of the axes on the
-            fabric; with `what_if` also `virtual_stages` and `schedule` of a pipeline.
+            fabric; with `what_if` also `virtual_stages`, `schedule` and `stage_layers`
+            (layers of each stage) of a pipeline. More than 64 microbatches are
+            planned only if they are pinned.
 
     Returns:
         The best plan.

@@ -184,6 +184,8 @@ def _has(plan: Plan, name: str, value: Any) -> bool:
         return tuple(value) == tuple(axis for axis in plan.mesh if axis in value)
     knobs: Mapping[str, Any] = {**dict.fromkeys(AXES, 1), **plan.mesh}
     knobs = {**knobs, **asdict(plan.knobs)}
+    if name == "stage_layers":
+        return tuple(value) == plan.knobs.stage_layers
     return knobs.get(name) == value
 
 

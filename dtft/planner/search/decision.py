@@ -342,7 +342,7 @@ def _best_of(
         else CAPABILITIES[question.entry, runs_on]
     )
     order = remats(can, pins)
-    choices = replace(choices_of(question, pool, can, batch), fewer=fewer)
+    choices = replace(choices_of(question, pool, can, batch, pins), fewer=fewer)
     check_offload(pins, can, pool)
     found = _found(question, pool, replace(choices, remat=order[:1]), pins, order)
     if can.offload and pool.host_link is not None and _worth(found.values()):

@@ -22,7 +22,7 @@ from dtft.planner.search.meshes import (
     divisors,
     num_factorisations,
 )
-from dtft.planner.search.pins import check_pins, nearest, why_not
+from dtft.planner.search.pins import check_pins, nearest, pinned_sizes, why_not
 from dtft.planner.search.pipeline import layers_of
 from dtft.planner.search.space import (
     PLATFORMS,
@@ -43,6 +43,7 @@ from dtft.planner.workload import Workload
 
 
 _MAX_MICROBATCHES = 64
+"""The search looks at no more microbatches, unless the user has fixed their number."""
 
 
 def backend(pool: Pool) -> Backend:
@@ -62,7 +63,11 @@ def backend(pool: Pool) -> Backend:
 
 
 def choices_of(
-    question: Workload, pool: Pool, can: Capabilities, batch: int
+    question: Workload,
+    pool: Pool,
+    can: Capabilities,
+    batch: int,
+    pins: Mapping[str, Any],
 ) -> Choices:
     """Returns the axis sizes, microbatches and ZeRO levels to search for a workload.
 
@@ -74,7 +79,13 @@ def choices_of(
         pool: a pool of equal devices.
         can: the settings that may be searched.
         batch: samples in a step; the data axes of each mesh must divide it.
+        pins: settings that the user has fixed.
+
+    Raises:
+        ValueError: the name or value of a pin is never allowed (`check_pins`), or the
+            pin `stage_layers` has more or fewer layers than the workload.
     """
+    check_pins(pins)
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
     if "sequence" in can.axes and question.sequence_dims:
         sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)
@@ -86,14 +97,22 @@ def choices_of(
     parts = can.microbatches and question.is_batch_alike
     layers = layers_of(question, pool.device) if "stage" in can.axes else None
     if layers is not None:
-        divides["stage"] = (layers.count,)
+        uneven = "stage_layers" in pins
+        if uneven and sum(pins["stage_layers"]) != layers.count:
+            raise ValueError(
+                f"stage_layers={pins['stage_layers']!r} has the sum "
+                f"{sum(pins['stage_layers'])}, but the step has {layers.count} equal "
+                f"layers. Allowed: numbers with the sum {layers.count}."
+            )
+        divides["stage"] = () if uneven else (layers.count,)
+    most = max(_MAX_MICROBATCHES, pins.get("microbatches", 1))
     return Choices(
         num_devices=pool.num_devices,
         batch=batch,
         divides={axis: sizes for axis, sizes in divides.items() if axis in can.axes},
         data_axes=("replica", "fsdp", "expert"),
         levels=tuple(level.size for level in pool.levels),
-        max_microbatches=min(batch, _MAX_MICROBATCHES) if parts else 1,
+        max_microbatches=min(batch, most) if parts else 1,
         zero=tuple(sorted(can.zero)),
     )
 
@@ -204,7 +223,8 @@ def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
     if choices.memory is not None:
         columns, reason = _with_room(columns, choices.memory)
         reasons.append(reason)
-    return _with_orders(columns, choices, pins.get("order", ()), reasons)
+    space = _with_orders(columns, choices, pins.get("order", ()), reasons)
+    return replace(space, stage_layers=tuple(map(int, pins.get("stage_layers", ()))))
 
 
 def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
@@ -213,7 +233,7 @@ def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
         batch=choices.batch,
         divides=choices.divides,
         data_axes=choices.data_axes,
-        pins={axis: pins[axis] for axis in AXES if axis in pins},
+        pins=pinned_sizes(pins),
     )
 
 
@@ -426,7 +446,7 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
         if near:
             beside = ", the other pins as they are" if others else ""
             text.append(f"Nearest values of {name} that work{beside}: {near}.")
-    sizes = {axis: pins[axis] for axis in AXES if axis in pins}
+    sizes = pinned_sizes(pins)
     together = math.prod(sizes.values())
     if len(sizes) > 1 and choices.num_devices % together:
         shown = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -444,10 +464,10 @@ def _values_near(space: Space, name: str, value: Any) -> str:
     """Lists, for an error, values of a setting that candidates of a space have.
 
     These are all policies of `remat`, else the three numbers nearest to `value`. Only
-    candidates with the most devices count. Returns '' for the pin `order`, and for an
-    empty space.
+    candidates with the most devices count. Returns '' for the pins `order` and
+    `stage_layers`, and for an empty space.
     """
-    if not len(space) or name == "order":
+    if not len(space) or name in ("order", "stage_layers"):
         return ""
     used = space.columns["devices_used"]
     values = np.unique(space.columns[name][used == used.max()])
@@ -484,7 +504,7 @@ def worthwhile(
     """
     graph = question.graph
     sizes = {math.gcd(*graph.dims[dim].sizes) for dim in candidates(question)} | {1}
-    pinned = math.prod(pins.get(axis, 1) for axis in AXES)
+    pinned = math.prod(pinned_sizes(pins).values())
     below = range((num_devices - 1) // pinned * pinned, 0, -pinned)
     shared = (n for n in below if any(batch * size % n == 0 for size in sizes))
     return tuple(n for n, _ in zip(shared, range(_MOST), strict=False))

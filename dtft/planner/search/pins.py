@@ -16,7 +16,7 @@ from dtft.planner.types import AXES
 COUNTS = (*AXES, "microbatches", "zero", "virtual_stages")
 """Settings that take whole numbers."""
 
-PINS = (*COUNTS, "remat", "offload", "schedule", "order")
+PINS = (*COUNTS, "remat", "offload", "schedule", "order", "stage_layers")
 """All settings that the user can fix."""
 
 _MOST = 2**31
@@ -48,8 +48,8 @@ def check_pins(pins: Mapping[str, Any]) -> None:
         pins: map from the name of a setting, such as `tensor` or `zero`, to its value.
 
     Raises:
-        ValueError: the name of a pin is unknown, or the setting can never have the
-            value.
+        ValueError: the name of a pin is unknown, the setting can never have the value,
+            or `stage_layers` does not agree with another pin.
     """
     for name, value in pins.items():
         if name not in PINS:
@@ -60,6 +60,28 @@ def check_pins(pins: Mapping[str, Any]) -> None:
         allowed = _allowed(name, value)
         if allowed:
             raise ValueError(f"{name}={value!r} is pinned. Allowed: {allowed}.")
+    layers = pins.get("stage_layers")
+    if layers is None:
+        return
+    for name, fits in (("stage", len(layers)), ("virtual_stages", 1)):
+        if pins.get(name, fits) != fits:
+            raise ValueError(
+                f"stage_layers={layers!r} and {name}={pins[name]} are pinned. Allowed: "
+                f"{name}={fits}. Leave one of the pins out."
+            )
+
+
+def pinned_sizes(pins: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of mesh axes that pins fix; other axes are left out.
+
+    `stage_layers` has a number for each stage, so it fixes the size of `stage`.
+
+    >>> pinned_sizes({"tensor": 8, "stage_layers": (3, 3, 2), "zero": 1})
+    {'stage': 3, 'tensor': 8}
+    """
+    layers = pins.get("stage_layers")
+    sizes = dict(pins) if layers is None else {**pins, "stage": len(layers)}
+    return {axis: sizes[axis] for axis in AXES if axis in sizes}
 
 
 def did_you_mean(name: str) -> str:
@@ -91,10 +113,22 @@ def _allowed(name: str, value: Any) -> str:
         )
         fits = isinstance(value, tuple | list) and all(axis in AXES for axis in value)
         return "" if fits and len(set(value)) == len(value) else axes
+    if name == "stage_layers":
+        several = isinstance(value, tuple | list) and len(value) > 0
+        fits = several and all(_is_count(number, 1) for number in value)
+        layers = (
+            "a tuple with the number of layers of each stage, first to last, 1 or more "
+            "each, such as (5, 6, 6, 5)"
+        )
+        return "" if fits else layers
     least = 0 if name == "zero" else 1
+    words = f"a whole number, {least} or more, below {_MOST}"
+    return "" if _is_count(value, least) else words
+
+
+def _is_count(value: Any, least: int) -> bool:
     is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    fits = is_whole and least <= value < _MOST
-    return "" if fits else f"a whole number, {least} or more, below {_MOST}"
+    return bool(is_whole and least <= value < _MOST)
 
 
 def why_not(choices: Choices, name: str, value: Any) -> str:
@@ -109,6 +143,8 @@ def why_not(choices: Choices, name: str, value: Any) -> str:
     """
     if name in AXES:
         return _why_not_axis(choices, name, value)
+    if name == "stage_layers":
+        return _why_not_axis(choices, "stage", len(value))
     if name == "microbatches" and value > choices.max_microbatches:
         return f"at most {choices.max_microbatches} are possible here"
     if name == "microbatches" and choices.batch % value:

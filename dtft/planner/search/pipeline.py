@@ -133,11 +133,7 @@ class Staged:
     # Time.
 
     def cost(
-        self,
-        division: ShardingAssignment,
-        space: Space,
-        rows: np.ndarray,
-        stage_layers: tuple[int, ...] = (),
+        self, division: ShardingAssignment, space: Space, rows: np.ndarray
     ) -> StepCost:
         """Computes the base seconds (`StepCost`) of candidates that share a division.
 
@@ -145,14 +141,12 @@ class Staged:
             division: which axes divide which dims on the devices of a stage.
             space: the candidates.
             rows: indices of the candidates to price.
-            stage_layers: the number of layers of each stage, if the candidates' stages
-                are uneven.
         """
         names = ("stage", "microbatches", "virtual_stages", "zero", "fsdp")
         num, micro, chunks, zero, fsdp = (space.columns[name][rows] for name in names)
         points, full = self._columns.of[rows], np.ones(len(rows))
         staged = bool((num > 1).any())
-        kinds, counts = _kinds(num, stage_layers)
+        kinds, counts = _kinds(num, space.stage_layers)
         work, state = self._work(division, points, zero, num)
         stages = kinds @ (work / micro[:, None, None])
         held = np.minimum(kinds @ self._held, 1.0) if staged else kinds.max(-1)
@@ -469,13 +463,7 @@ class Staged:
 
     # Memory.
 
-    def memory(
-        self,
-        space: Space,
-        rows: np.ndarray,
-        whole: Terms,
-        stage_layers: tuple[int, ...] = (),
-    ) -> Terms:
+    def memory(self, space: Space, rows: np.ndarray, whole: Terms) -> Terms:
         """Computes the bytes on a device by term, for candidates with several stages.
 
         The bytes of each term are those of the stage with the most bytes of this term.
@@ -485,7 +473,6 @@ class Staged:
             space: the candidates.
             rows: indices of the candidates to price.
             whole: bytes by term as if each stage had all layers.
-            stage_layers: the number of layers of each stage, if they are uneven.
         """
         names = ("stage", "microbatches", "virtual_stages", "schedule")
         columns = [space.columns[name][rows] for name in names]
@@ -498,7 +485,7 @@ class Staged:
             ]
         )
         num = columns[0]
-        kinds, _ = _kinds(num, stage_layers)
+        kinds, _ = _kinds(num, space.stage_layers)
         held = np.minimum((kinds @ self._held).max(-1), 1.0)
         found = {
             "parameters": whole["parameters"] * held,

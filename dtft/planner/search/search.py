@@ -359,27 +359,24 @@ class PlanSearch:
         resting = Resting(prices)
         return prices, resting, Staged(resting)
 
-    def step_cost(self, space: Space, stage_layers: tuple[int, ...] = ()) -> StepCost:
+    def step_cost(self, space: Space) -> StepCost:
         """Computes the base seconds of every candidate, which scalars multiply.
 
         Base seconds are those by the catalog's figures of devices and links.
 
         Args:
             space: the candidates.
-            stage_layers: the number of layers of each stage, if the stages are uneven.
         """
         prices, resting, staged = self._priced(space)
         costs, order = [], []
         for layout, rows in self._layouts(prices, space):
             for division, part in _with_sums(resting, layout, space, rows):
-                costs.append(staged.cost(division, space, part, stage_layers))
+                costs.append(staged.cost(division, space, part))
                 order.append(part)
         at = np.argsort(np.concatenate(order), kind="stable")
         return stack(costs).take(at)
 
-    def memory_of(
-        self, space: Space, stage_layers: tuple[int, ...] = ()
-    ) -> dict[str, np.ndarray]:
+    def memory_of(self, space: Space) -> dict[str, np.ndarray]:
         """Computes the bytes on a device of every candidate, by term.
 
         The terms are those of `ranking.MEMORY`, without `reserve`, the share of a
@@ -387,14 +384,13 @@ class PlanSearch:
 
         Args:
             space: the candidates.
-            stage_layers: the number of layers of each stage, if the stages are uneven.
         """
         prices, resting, staged = self._priced(space)
         memory = {name: np.zeros(len(space)) for name in MEMORY if name != "reserve"}
         for layout, rows in self._layouts(prices, space):
             needs = self._memory(resting, layout, space, rows)
             if (space.columns["stage"][rows] > 1).any():
-                needs = staged.memory(space, rows, needs, stage_layers)
+                needs = staged.memory(space, rows, needs)
             _put(memory, rows, needs)
         return memory
 

@@ -299,6 +299,9 @@ class Space:
     """Orders of the axes on the fabric, slowest-varying first."""
     reasons: tuple[Reason, ...] = field(default=())
     """The number of candidates that each rule left, in the order of application."""
+    stage_layers: tuple[int, ...] = ()
+    """Layers of each pipeline stage of every candidate, first to last. () means that
+    each candidate has equal stages."""
 
     def __len__(self) -> int:
         return len(self.columns["batch"])
@@ -315,6 +318,7 @@ class Space:
                 zero=zero,
                 offload=bool(row["offload"]),
                 virtual_stages=row["virtual_stages"],
+                stage_layers=self.stage_layers,
                 schedule=SCHEDULES[row["schedule"]],
             ),
             batch=row["batch"],
@@ -376,4 +380,4 @@ class Space:
     def where(self, mask: np.ndarray) -> "Space":
         """Returns the candidates that a mask or indices select."""
         columns = {name: column[mask] for name, column in self.columns.items()}
-        return Space(columns=columns, orders=self.orders, reasons=self.reasons)
+        return replace(self, columns=columns)

@@ -31,6 +31,7 @@ from dtft.planner.search import (
     StepCost,
     terms_of_accuracy,
 )
+from dtft.planner.software import SoftwareName
 from dtft.planner.transformer.model import ITEM_BYTES, ParallelLayout, Shape
 from dtft.planner.transformer.program import workload_of
 from dtft.planner.transformer.table import DTYPES, Habits, Row, Table
@@ -89,28 +90,36 @@ FITTED: Mapping[str, Scales] = {
 H100, the A100 of 40 GB those of the A100 of 80 GB."""
 
 
-def scales_of(device: str) -> Scales:
+def scales_of(device: str, software: SoftwareName = "megatron") -> Scales:
     """Returns the factors on predicted seconds for any cluster of a device type.
 
-    They hold for any program. Device types without fitted factors have those of the
-    A100.
+    They hold for any program of PyTorch. Device types without fitted factors have those
+    of the A100. For XLA all factors are 1, as in `dtft.plan`: no program of XLA is
+    among the published runs.
 
     Args:
         device: name of the device type, as in the catalog.
+        software: the software that runs the step.
 
     >>> scales_of("h200").matmul > scales_of("a100-40gb").matmul
     True
+    >>> scales_of("h200", "xla") == Scales()
+    True
     """
+    if software == "xla":
+        return Scales()
     return elsewhere(FITTED.get(device, A100_SCALES))
 
 
-def accuracy_of(device: DeviceType) -> Accuracy:
-    """Returns the errors of predictions for a device type.
+def accuracy_of(device: DeviceType, software: SoftwareName = "megatron") -> Accuracy:
+    """Returns the errors of predictions for a device type and the software of the step.
 
     They are those for a new cluster and program (`CARRIED_OVER`) if factors were fitted
-    for the device type, and those of the catalog's figures (`CATALOG`) if not.
+    for the device type, and those of the catalog's figures (`CATALOG`) if not, and for
+    XLA (`scales_of`).
     """
-    return CARRIED_OVER if device.name in FITTED else CATALOG
+    is_fitted = device.name in FITTED and software != "xla"
+    return CARRIED_OVER if is_fitted else CATALOG
 
 
 def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
@@ -152,8 +161,10 @@ def space_of(layouts: Sequence[ParallelLayout]) -> Space:
             ("remat", "offload", "schedule", "order", "baseline"), 0 * ones
         ),
     }
+    (stage_layers,) = {layout.stage_layers for layout in layouts}
     return Space(
         columns=columns,
+        stage_layers=stage_layers,
         orders=(("stage", *rest, data, "expert", "sequence", "tensor"),),
     )
 
@@ -168,8 +179,7 @@ def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
         layout: The parallel layout.
         pool: Equal devices, at least as many as the layout has.
     """
-    search = search_of(shape, layout, pool)
-    return search.step_cost(space_of([layout]), layout.stage_layers)
+    return search_of(shape, layout, pool).step_cost(space_of([layout]))
 
 
 # Memory. The planner counts parameters, optimizer state and activations. PyTorch keeps
@@ -203,8 +213,7 @@ def memory(
     Returns:
         Map from a term, such as `gradients`, to its bytes; one number per layout.
     """
-    (uneven,) = {layout.stage_layers for layout in layouts}
-    found = search_of(shape, layouts[0], pool).memory_of(space_of(layouts), uneven)
+    found = search_of(shape, layouts[0], pool).memory_of(space_of(layouts))
     if layouts[0].software == "xla":
         reserve = np.full(len(layouts), RESERVE * pool.device.memory_bytes)
         return {**found, "reserve": reserve}
@@ -300,13 +309,14 @@ def predict_row(row: Row, pool: Pool, scales: Scales) -> RowPrediction:
         row: The model shape and its layout.
         pool: At least as many devices as the layout has.
         scales: Factors on predicted seconds for the device type, such as
-            `scales_of(name)`.
+            `scales_of(name, row.layout.software)`.
     """
     found = step_cost(row.shape, row.layout, pool).terms(scales.vector())
     terms = {name: float(seconds[0]) for name, seconds in found.items()}
     flops = row.shape.flops(row.layout.global_batch, row.layout.recompute)
     rate = flops / sum(terms.values()) / row.layout.gpus
-    low_s, high_s = accuracy_of(pool.device).interval_s(terms_of_accuracy(terms))
+    accuracy = accuracy_of(pool.device, row.layout.software)
+    low_s, high_s = accuracy.interval_s(terms_of_accuracy(terms))
     sizes = memory(row.shape, [row.layout], pool)
     return RowPrediction(
         terms=terms,
@@ -335,8 +345,8 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
     Raises:
         ValueError: the table or a row cannot be read or run; or the cluster is unknown,
-            too small, or has devices that JAX cannot run on. The error of a row names
-            row and column.
+            too small, or has devices that JAX cannot run on. Nothing is predicted then.
+            The error names column and row of each bad row (`Table.rows`).
     """
     table = Table.parse(text)
     found = []
@@ -346,14 +356,17 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
             f"cluster {cluster}: no training step runs on {device.name} "
             f"({device.platform}). Allowed: devices of {', '.join(PLATFORMS)}."
         )
-    scales = scales_of(device.name)
-    for row in table.rows(habits_of(device)):
+
+    def check(row: Row) -> None:
         check_dtype(row, device)
         try:
-            pool = pool_of(cluster, row.layout.gpus)
+            pool_of(cluster, row.layout.gpus)
         except ValueError as error:
             raise ValueError(f"{row.where}, column gpus: {error}") from None
-        found.append(predict_row(row, pool, scales))
+
+    for row in table.rows(habits_of(device), check):
+        scales = scales_of(device.name, row.layout.software)
+        found.append(predict_row(row, pool_of(cluster, row.layout.gpus), scales))
     columns = {
         STEP: [f"{row.step_s:.6g}" for row in found],
         LOW: [f"{row.low_s:.6g}" for row in found],

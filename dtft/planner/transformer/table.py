@@ -8,7 +8,7 @@ number and the column to change.
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtft.planner.software import SoftwareName
@@ -49,6 +49,14 @@ DTYPES: Mapping[str, Dtype] = {
 
 SOFTWARE: tuple[SoftwareName, ...] = ("megatron", "eager", "xla")
 """Cells of the column `software`; the first is the default."""
+
+_MOST = 10**9
+"""Numbers in a table must be below this number. A program may count a dim of an array
+in 32 bits."""
+_LARGEST = 2**60
+"""Arrays of a step must have fewer elements, so that 64 bits count their bytes."""
+_SHOWN = 10
+"""How many rows an error names at most."""
 
 _YES_NO: Mapping[str, bool] = {
     "true": True, "yes": True, "1": True, "false": False, "no": False, "0": False,
@@ -106,10 +114,17 @@ class Table:
         """Reads a table from comma-separated text with a header row.
 
         Raises:
-            ValueError: there is no header or row, a column is duplicate, or a row has
-                another length than the header.
+            ValueError: the text cannot be split into cells, there is no header or row,
+                a column is duplicate, or a row has another length than the header.
         """
-        lines = [line for line in csv.reader(io.StringIO(text)) if line]
+        try:
+            lines = [line for line in csv.reader(io.StringIO(text)) if line]
+        except csv.Error as error:
+            raise ValueError(
+                f"the table cannot be split into cells: {error}. Allowed: text with a "
+                "line for each row and commas between cells. Look for a quote that is "
+                "not closed."
+            ) from None
         if len(lines) < 2:
             raise ValueError(
                 f"the table has {len(lines)} lines. Give a header with the columns "
@@ -151,14 +166,19 @@ class Table:
         writer.writerows(self.cells)
         return out.getvalue()
 
-    def rows(self, habits: Habits) -> tuple[Row, ...]:
+    def rows(
+        self, habits: Habits, check: Callable[[Row], None] | None = None
+    ) -> tuple[Row, ...]:
         """Reads the training runs of the table.
 
-        Empty cells get the options in `habits`.
+        Args:
+            habits: The options of empty cells.
+            check: Function that raises a ValueError for a run that is not wanted.
 
         Raises:
-            ValueError: a column is missing or not known, a cell cannot be read, or a
-                run is impossible; the message names row and column.
+            ValueError: a column is missing or not known, a cell cannot be read, a run
+                is impossible, or `check` raised an error. The message has a line for
+                each bad row, the first `_SHOWN`, which names row and column.
         """
         if missing := [name for name in REQUIRED if name not in self.header]:
             raise ValueError(
@@ -175,10 +195,29 @@ class Table:
                     f"Leave it out, or rename it to measured_{name or 'x'} if it says "
                     "what was measured."
                 )
-        return tuple(
-            _row(f"row {number}{_name(cells)}", cells, habits)
-            for number, cells in enumerate(self.cells, 1)
-        )
+        found, errors = [], []
+        for number, cells in enumerate(self.cells, 1):
+            try:
+                row = _row(f"row {number}{_name(cells)}", cells, habits)
+                if check is not None:
+                    check(row)
+            except ValueError as error:
+                errors.append(str(error))
+            else:
+                found.append(row)
+        if errors:
+            raise ValueError(_together(errors, len(self.cells)))
+        return tuple(found)
+
+
+def _together(errors: Sequence[str], num_rows: int) -> str:
+    """Joins the errors of rows, of a table with `num_rows` rows, to one text."""
+    if len(errors) == 1:
+        return errors[0]
+    shown = [f"{len(errors)} of {num_rows} rows cannot be predicted:", *errors[:_SHOWN]]
+    if len(errors) > _SHOWN:
+        shown.append(f"and {len(errors) - _SHOWN} more rows.")
+    return "\n".join(shown)
 
 
 def _name(cells: Mapping[str, str]) -> str:
@@ -225,6 +264,7 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
         software=_software(where, cells),
     )
     _check(where, shape, layout, count["gpus"])
+    _check_arrays(where, shape, layout)
     return Row(where=where, shape=shape, layout=layout)
 
 
@@ -290,16 +330,60 @@ def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
             )
 
 
+def _check_arrays(where: str, shape: Shape, layout: ParallelLayout) -> None:
+    """Checks that the largest arrays of a step have fewer than `_LARGEST` elements.
+
+    The arrays are the weights of all layers, their activations, attention scores
+    without flash attention, and the logits. `where` names the row in errors.
+
+    Raises:
+        ValueError: an array is too large; the message names row and column.
+    """
+    layers, hidden = ("layers", shape.layers), ("hidden", shape.hidden)
+    rows = (("global_batch", layout.global_batch), ("seq_len", shape.seq_len))
+    wide = shape.ffn_width * (2 if shape.gated else 1)
+    ffn = ("ffn" if shape.ffn else "hidden", wide)
+    scores = () if layout.flash_attention else (("heads", shape.heads), rows[1])
+    arrays = (
+        (layers, hidden, ("hidden", 3 * shape.hidden)),
+        (layers, hidden, ffn, ("experts", shape.experts)),
+        (*rows, layers, ("hidden", 3 * shape.hidden)),
+        (*rows, layers, ffn, ("top_k", shape.top_k)),
+        (*rows, layers, *scores),
+        (*rows, ("vocab", shape.vocab)),
+    )
+    for array in arrays:
+        size = math.prod(number for _, number in array)
+        if size >= _LARGEST:
+            column, _ = max(array, key=lambda pair: pair[1])
+            words = ", ".join(dict.fromkeys(name for name, _ in array))
+            raise ValueError(
+                f"{where}, column {column}: an array would have {size:.3g} elements "
+                f"({words}). Allowed: below {_LARGEST:.3g}. Change {column}."
+            )
+
+
 def _count(where: str, column: str, text: str) -> int:
+    value = _whole(text)
+    if value is None or not 1 <= value < _MOST:
+        raise ValueError(
+            f"{where}, column {column}: {text!r:.80} is no whole number above 0 and "
+            f"below {_MOST}. Change {column}."
+        )
+    return value
+
+
+def _whole(text: str) -> int | None:
+    """Returns the whole number that a cell has, such as 8 or 8.0; None if it has none.
+
+    >>> _whole("8.0"), _whole("8.5"), _whole("inf")
+    (8, None, None)
+    """
     try:
         value = float(text)
     except ValueError:
-        value = 0.0
-    if not (1 <= value < math.inf) or value != int(value):
-        raise ValueError(
-            f"{where}, column {column}: {text!r} is no whole number above 0."
-        )
-    return int(value)
+        return None
+    return int(value) if math.isfinite(value) and value.is_integer() else None
 
 
 def _recompute(where: str, text: str) -> Recompute:
@@ -307,7 +391,7 @@ def _recompute(where: str, text: str) -> Recompute:
         if text.strip().lower() == known:
             return known
     raise ValueError(
-        f"{where}, column recompute: {text!r}. Allowed: {', '.join(RECOMPUTE)}."
+        f"{where}, column recompute: {text!r:.80}. Allowed: {', '.join(RECOMPUTE)}."
     )
 
 
@@ -317,9 +401,9 @@ def _dtype(where: str, cells: Mapping[str, str], default: Dtype) -> Dtype:
         return default
     if text not in DTYPES:
         raise ValueError(
-            f"{where}, column dtype: {text!r}. Allowed: {', '.join(DTYPES)}: the dtype "
-            "of layers' matmuls, with 2 bytes for each parameter and activation. Leave "
-            "the cell empty for the device's usual one."
+            f"{where}, column dtype: {text!r:.80}. Allowed: {', '.join(DTYPES)}: the "
+            "dtype of layers' matmuls, with 2 bytes for each parameter and activation. "
+            "Leave the cell empty for the device's usual one."
         )
     return DTYPES[text]
 
@@ -330,7 +414,7 @@ def _software(where: str, cells: Mapping[str, str]) -> SoftwareName:
         if text in (known, ""):
             return known
     raise ValueError(
-        f"{where}, column software: {text!r}. Allowed: {', '.join(SOFTWARE)}: the "
+        f"{where}, column software: {text!r:.80}. Allowed: {', '.join(SOFTWARE)}: the "
         "rules of kernels and overlap. Leave the cell empty for megatron."
     )
 
@@ -345,11 +429,11 @@ def _choice(
     text = cells.get(column, "").strip()
     if not text:
         return default
-    for value in allowed:
-        if text == str(value):
-            return value
-    values = ", ".join(str(value) for value in allowed)
-    raise ValueError(f"{where}, column {column}: {text!r}. Allowed: {values}.")
+    value = _whole(text)
+    if value is None or value not in allowed:
+        values = ", ".join(map(str, allowed))
+        raise ValueError(f"{where}, column {column}: {text!r:.80}. Allowed: {values}.")
+    return value
 
 
 def _flag(where: str, column: str, cells: Mapping[str, str], default: bool) -> bool:
@@ -358,6 +442,6 @@ def _flag(where: str, column: str, cells: Mapping[str, str], default: bool) -> b
         return default
     if text not in _YES_NO:
         raise ValueError(
-            f"{where}, column {column}: {text!r}. Allowed: {', '.join(_YES_NO)}."
+            f"{where}, column {column}: {text!r:.80}. Allowed: {', '.join(_YES_NO)}."
         )
     return _YES_NO[text]

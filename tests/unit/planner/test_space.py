@@ -374,6 +374,18 @@ def test_pins_that_cannot_be_met_say_what_can(pins: dict, words: list[str]) -> N
         ({"order": 5}, "order=5 is pinned. Allowed: a tuple of different axes"),
         ({"order": None}, "order=None is pinned. Allowed: a tuple of"),
         ({"order": [["tensor"]]}, "order=[['tensor']] is pinned. Allowed: a tuple of"),
+        ({"stage_layers": 4}, "stage_layers=4 is pinned. Allowed: a tuple with"),
+        ({"stage_layers": ()}, "stage_layers=() is pinned. Allowed: a tuple with"),
+        ({"stage_layers": (3, 0)}, "stage_layers=(3, 0) is pinned. Allowed: a tuple"),
+        ({"stage_layers": (True,)}, "stage_layers=(True,) is pinned. Allowed: a tuple"),
+        (
+            {"stage_layers": (3, 1), "stage": 4},
+            "stage_layers=(3, 1) and stage=4 are pinned. Allowed: stage=2.",
+        ),
+        (
+            {"stage_layers": (3, 1), "virtual_stages": 2},
+            "stage_layers=(3, 1) and virtual_stages=2 are pinned. Allowed: virtual_st",
+        ),
     ],
 )
 def test_what_is_no_pin_is_refused(pins: dict, words: str) -> None:

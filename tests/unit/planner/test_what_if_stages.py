@@ -93,10 +93,69 @@ def test_gpipe_keeps_all_microbatches(question: Workload) -> None:
         staged(question, schedule="zigzag")
 
 
+def test_stages_have_the_layers_that_are_pinned(question: Workload) -> None:
+    equal, alike, uneven = (
+        staged(question, **pins)
+        for pins in (
+            {"virtual_stages": 1},
+            {"stage_layers": (2, 2, 2, 2)},
+            {"stage_layers": [1, 3, 3, 1]},
+        )
+    )
+    assert alike.plan.prediction.terms == equal.plan.prediction.terms
+    assert alike.plan.memory == equal.plan.memory
+    terms, whole = (one.plan.prediction.terms for one in (uneven, equal))
+    assert terms["bubble"] > whole["bubble"]  # the longest stage makes others wait
+    assert terms["compute"] == pytest.approx(whole["compute"], rel=1e-9)
+    assert uneven.plan.knobs.stage_layers == (1, 3, 3, 1)
+    assert Plan.from_json(uneven.plan.to_json()) == uneven.plan
+    assert "stage_layers=(1, 3, 3, 1)" in text.explain(uneven.plan)
+    assert "the plan has it" in why_not(uneven, stage_layers=(1, 3, 3, 1))
+    assert "possible and slower" in why_not(equal, stage_layers=(1, 3, 3, 1))
+
+
+@pytest.mark.parametrize(
+    ("pins", "said"),
+    [
+        ({"stage_layers": (2, 3, 2, 2)}, "has the sum 9, but the step has 8 equal"),
+        ({"stage_layers": (4, 2, 2)}, "stage=4 are pinned. Allowed: stage=3"),
+        ({"stage_layers": (1,) * 8, "stage": 8}, "stage_layers=.* cannot be met on 16"),
+    ],
+)
+def test_layers_of_stages_that_cannot_be_say_why(
+    question: Workload, pins: dict, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        staged(question, **pins)
+
+
+def test_a_plan_file_has_a_number_of_layers_for_each_stage(question: Workload) -> None:
+    plan = staged(question, stage_layers=(1, 3, 3, 1)).plan
+    broken = replace(plan, knobs=replace(plan.knobs, stage_layers=(4, 4)))
+    said = r"knobs.stage_layers=\[4, 4\]. Allowed: .* each of the 4 stages"
+    with pytest.raises(ValueError, match=said):
+        Plan.from_json(broken.to_json())
+
+
+def test_more_microbatches_than_the_search_looks_at_can_be_pinned() -> None:
+    model = MODELS["gpt"](
+        batch=256, time=64, width=256, layers=2, heads=4, vocabulary=512
+    )
+    asked = of_loss(model.loss, model.optimizer, model.params, model.batch)
+    cluster = Cluster.parse("2xH100")
+    plan = best_of(asked, cluster, {"microbatches": 128}).plan
+    assert plan.knobs.microbatches == 128 and plan.runnable
+    with pytest.raises(ValueError, match="96 does not divide the batch of 256"):
+        best_of(asked, cluster, {"microbatches": 96})
+    with pytest.raises(ValueError, match="at most 256 are possible here"):
+        best_of(asked, cluster, {"microbatches": 512})
+
+
 def test_without_what_if_there_are_no_stages(question: Workload) -> None:
     found = decide(question, Cluster.parse("2x8xH100"), {"remat": "none"})
     assert "stage" not in found.plan.mesh
     assert "not searched here" in why_not(found, stage=4)
+    assert "not searched here" in why_not(found, stage_layers=(2, 2, 2, 2))
     assert Plan.from_json(found.plan.to_json()) == found.plan
 
 
