@@ -283,8 +283,8 @@ def _rates(plan: Plan) -> tuple[str, ...]:
     text = f"{wording.number(plan.examples / step_s, error)} examples per second"
     if plan.at_peak_s:
         text += (
-            f"; MFU {percent(plan.mfu, error)} (matmuls and convolutions at the peak, "
-            "without what is computed again)"
+            f"; MFU {percent(plan.mfu, error)} (matmuls, convolutions and custom "
+            "kernels at the peak, without what is computed again)"
         )
     return (text,)
 
