@@ -256,6 +256,18 @@ def test_no_algorithm_is_faster_than_a_link_at_its_peak(
     assert max(busy_s) <= collective_s(kind, num_bytes, group) * ABOVE
 
 
+def test_a_gather_waits_for_a_slow_level_inside() -> None:
+    """Else an all-reduce is predicted faster than a device's own port."""
+    slow, fast = (
+        Link(kind="PCIe", curve=Curve(latency_s=0, bandwidth=at), source="")
+        for at in (1e6, 1e12)
+    )
+    group = DeviceGroup(sizes=(4.0, 2.0), links=(slow, fast))
+    assert collective_s("all_reduce", 1e6, group, "gather") == 2 * 4
+    (inside, _) = links_at_peak_s("all_reduce", 1e6, group)
+    assert inside == 1.5 <= collective_s("all_reduce", 1e6, group)
+
+
 # What users read.
 
 
