@@ -180,7 +180,12 @@ class Plan:
     """Seconds of the matmuls, convolutions and custom kernels of the forward and
     backward pass at the peak FLOP/s of all devices, without recomputed ones."""
     bound_s: float = 0.0
-    """Lower bound in seconds of the step time of any plan on this cluster."""
+    """Lower bound in seconds of the step time of any plan on this cluster. It counts
+    no communication."""
+    roofline: Mapping[str, float] = field(default_factory=dict)
+    """Seconds per step that this plan keeps each resource of a device busy, if the
+    resource works at its peak: `compute`, `memory bandwidth`, and the links of each
+    level, such as `InfiniBand between hosts`. Empty in older files."""
     alternatives: tuple[Alternative, ...] = ()
     runnable: bool = True
     """Whether the plan can be run on its backend by `make_step` or `plan.jit`
@@ -211,6 +216,20 @@ class Plan:
         """
         step_s = self.prediction.step_s
         return self.at_peak_s / step_s if step_s else 0.0
+
+    @property
+    def roofline_s(self) -> float:
+        """Lower bound in seconds of the step time of this plan, with communication.
+
+        These are the seconds of the busiest resource of `roofline`: as if every
+        resource worked at its peak, all at once. 0 if unknown.
+        """
+        return max(self.roofline.values(), default=0.0)
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that is busy for `roofline_s`; '' if unknown."""
+        return max(self.roofline, key=lambda name: self.roofline[name], default="")
 
     @property
     def fits(self) -> bool:

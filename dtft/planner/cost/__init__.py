@@ -1,6 +1,7 @@
 """The cost model: seconds of operators, collectives, pipelines and host transfers.
 
-* `compute`: seconds of matmuls, memory traffic and launches, and a lower bound.
+* `compute`: seconds of matmuls, memory traffic and launches, and a lower bound for all
+  plans.
 * `operator`: seconds of an operator on a mesh, and of offloaded optimizer state.
 * `collectives`: seconds of collectives, by algorithm and levels of the fabric.
 * `mesh_topology`: how mesh axes lie on the levels of the fabric.
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from dtft.planner.cost.collectives import (
         collective_s,
         collectives_s,
+        hidden,
         hiddens,
+        links_at_peak_s,
         sync_skews_s,
     )
     from dtft.planner.cost.compute import (
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
         lower_bound_s,
         matmul_s,
         memory_s,
+        only_memory,
         shape_factor,
     )
     from dtft.planner.cost.fitting import (
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
         DeviceGroup,
         DeviceGroups,
         group_of,
+        levels_used,
         members,
         undominated_orders,
     )
@@ -108,16 +113,20 @@ _PUBLIC = {
     "fit_prefetch_overlap": "fitting",
     "fit_sync_skew": "fitting",
     "group_of": "mesh_topology",
+    "hidden": "collectives",
     "hiddens": "collectives",
     "in_flight": "pipeline",
     "launch_s": "compute",
     "learn": "calibration",
+    "levels_used": "mesh_topology",
     "link_key": "calibration",
+    "links_at_peak_s": "collectives",
     "at_peak_s": "compute",
     "lower_bound_s": "compute",
     "matmul_s": "compute",
     "members": "mesh_topology",
     "memory_s": "compute",
+    "only_memory": "compute",
     "pipeline_s": "pipeline",
     "read_log": "calibration",
     "runs": "operator",
@@ -161,16 +170,20 @@ __all__ = [
     "fit_prefetch_overlap",
     "fit_sync_skew",
     "group_of",
+    "hidden",
     "hiddens",
     "in_flight",
     "launch_s",
     "learn",
+    "levels_used",
     "link_key",
+    "links_at_peak_s",
     "at_peak_s",
     "lower_bound_s",
     "matmul_s",
     "members",
     "memory_s",
+    "only_memory",
     "pipeline_s",
     "read_log",
     "runs",

@@ -6,7 +6,7 @@ fabric.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -113,6 +113,59 @@ def collectives_s(
     return seconds
 
 
+def links_at_peak_s(
+    kind: CollectiveKind, num_bytes: float, group: DeviceGroup
+) -> tuple[float, ...]:
+    """Computes the seconds that one collective keeps the links of each level busy.
+
+    Each level counts alone, at its peak: without latency, and with the bandwidth that
+    large messages reach. Gathers and reductions send level by level, so of n devices
+    that the levels below join each sends 1 / n of the bytes. On a torus all dimensions
+    send equally long. An all-to-all sends through a level only what goes to another
+    part of the level. No algorithm of `collective_s` is faster than a level.
+
+    Args:
+        kind: the kind of collective.
+        num_bytes: bytes of the larger of a device's operand and its result.
+        group: the devices that communicate.
+
+    Returns:
+        Seconds for each level of the group, innermost first.
+
+    >>> from dtft.planner.cluster.hardware import Curve
+    >>> ports = [Curve(latency_s=1.0, bandwidth=n * 1e6) for n in (8, 1)]
+    >>> links = tuple(Link(kind="NVLink", curve=port, source="") for port in ports)
+    >>> group = DeviceGroup(sizes=(4, 2), links=links)
+    >>> links_at_peak_s("all_gather", 32e6, group)
+    (3.0, 4.0)
+    >>> links_at_peak_s("all_to_all", 32e6, group)
+    (1.5, 16.0)
+    """
+    hops = [
+        replace(hop, curve=replace(hop.curve, latency_s=0.0, half_bytes=0.0))
+        for hop in _hops(kind, group)
+    ]
+    if kind == "permute":
+        found = [hop.seconds(num_bytes, alone=True) for hop in hops]
+    elif kind == "all_to_all":
+        n = _members(hops)
+        found = [
+            (hop.size - 1) * hop.inner / n * _passed(hop) * hop.seconds(num_bytes)
+            for hop in hops
+        ]
+    elif _paths(hops) > 1:
+        found = [_hierarchical(kind, num_bytes, hops)] * len(hops)
+    else:
+        found = [
+            _rounds(kind)
+            * (hop.size - 1)
+            / hop.size
+            * hop.seconds(num_bytes / hop.inner)
+            for hop in hops
+        ]
+    return tuple(map(float, found))
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Hop:
     """One level of the fabric inside a device group.
@@ -200,10 +253,15 @@ def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds to gather arrays on one device and to broadcast their sum.
 
     The formula is 2 alpha + 2 n S / B for S bytes of each of n devices. Alpha is the
-    latency, and B is the bandwidth of the port of the device that gathers.
+    latency, and B is the bandwidth of the port of the device that gathers. Each level
+    passes the bytes of the devices that it and the levels below join; the slowest level
+    counts.
     """
-    sent = _members(hops) * hops[-1].seconds(num_bytes, alone=True)
-    return _rounds(kind) * (_alpha(hops) + sent)
+    sent = [
+        np.round(hop.size * hop.inner) * hop.seconds(num_bytes, alone=True)
+        for hop in hops
+    ]
+    return _rounds(kind) * (_alpha(hops) + _most(sent))
 
 
 def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
@@ -214,14 +272,18 @@ def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     into as many parts as dimensions. All parts are sent at once, and each part starts
     with another dimension.
     """
-    torus = all(hop.link.kind == "ICI" for hop in hops)
-    parts = len(hops) if torus else 1
     seconds: Any = 0.0
     for hop in hops:
-        sent = hop.seconds(num_bytes / hop.inner) / parts
+        sent = hop.seconds(num_bytes / hop.inner) / _paths(hops)
         latency = (hop.size - 1) * hop.curve.latency_s
         seconds = seconds + latency + (hop.size - 1) / hop.size * sent
     return _rounds(kind) * seconds
+
+
+def _paths(hops: _Hops) -> int:
+    """Returns the number of parts of an array that are sent at once: on a torus one for
+    each dimension, on other fabrics 1."""
+    return len(hops) if all(hop.link.kind == "ICI" for hop in hops) else 1
 
 
 def _passed(hop: _Hop) -> Any:

@@ -1,11 +1,12 @@
 """Seconds that one device computes: matmuls, memory traffic and operator launches.
 
-`lower_bound_s` bounds the step time of every plan from below. Numeric arguments may be
-numpy arrays and are broadcast.
+`lower_bound_s` bounds the step time of every plan from below, `only_memory` serves the
+roofline of one plan. Numeric arguments may be numpy arrays and are broadcast.
 """
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,15 +25,16 @@ def lower_bound_s(question: Workload, pool: Pool) -> float:
     The first is the time of all matmuls, convolutions and custom kernels at the peak
     FLOP/s of their dtype. The second is the time to read and write all parameters and
     optimizer state once. Communication is not part of the bound: a plan for one device
-    has none.
+    has none. Operators that rematerialization computes again are not part of it either:
+    a plan without rematerialization has none.
 
     Args:
         question: the workload with the step's graph.
         pool: the devices.
     """
     graph = question.graph
-    read = (operator for operator in graph.operators if not operator.unread)
-    computing = at_peak_s(graph, pool, read)
+    once = (one for one in graph.operators if not (one.unread or one.again))
+    computing = at_peak_s(graph, pool, once)
     paths = (*question.paths("parameter"), *question.paths("optimizer"))
     num_bytes = sum(graph.values[graph.inputs[path]].num_bytes for path in paths)
     moving = 2 * num_bytes / pool.device.memory_bandwidth
@@ -57,6 +59,34 @@ def at_peak_s(graph: Graph, pool: Pool, operators: Iterable[Operator]) -> float:
             peak = pool.device.peak(dtype, operator.precision)
             seconds += operator.flops * operator.trips / peak
     return seconds / pool.num_devices
+
+
+def only_memory(device: DeviceType) -> DeviceType:
+    """Returns a device type as if the bandwidth of its memory were its only limit.
+
+    The memory reaches its peak bandwidth, and bytes from a cache take no time. With
+    this device, `computing_s` has the seconds that an operator keeps the memory busy.
+
+    >>> from dtft.planner.cluster.catalog import device_type
+    >>> h100 = device_type("h100")
+    >>> matmul_s(only_memory(h100), 8192, 8192, 8192) * h100.memory_bandwidth / 2**27
+    np.float64(3.0)
+    """
+    known = device.efficiency
+    return replace(
+        device,
+        peak_flops=dict.fromkeys(device.peak_flops, math.inf),
+        cores=1,
+        tile=(1, 1, 1),
+        alignment_bytes=1,
+        efficiency=Efficiency(
+            e0=1.0,
+            memory=1.0,
+            cache_bytes=known.cache_bytes,
+            cache_gain=math.inf,
+            fuse=known.fuse,
+        ),
+    )
 
 
 _TILES_OF_A_PART = 4

@@ -102,11 +102,28 @@ def group_of(
     levels = tuple(level.size for level in pool.levels)
     chosen = tuple(axis in named for axis in mesh)
     sizes = _sizes(levels, tuple(mesh.values()), chosen)
-    used = [level for level, size in enumerate(sizes) if size > 1]
+    used = levels_used(pool, mesh, named)
     return DeviceGroup(
         sizes=tuple(sizes[level] for level in used),
         links=tuple(pool.levels[level].link for level in used),
     )
+
+
+def levels_used(
+    pool: Pool, mesh: Mapping[str, int], axes: Sequence[str]
+) -> tuple[int, ...]:
+    """Returns which levels of a pool a collective uses: those of `group_of`.
+
+    The levels are given by their position in `Pool.levels`, innermost first.
+
+    Args:
+        pool: the devices.
+        mesh: map from axis to size, slowest-varying first.
+        axes: the mesh axes of the collective.
+    """
+    levels = tuple(level.size for level in pool.levels)
+    sizes = _sizes(levels, tuple(mesh.values()), tuple(axis in axes for axis in mesh))
+    return tuple(level for level, size in enumerate(sizes) if size > 1)
 
 
 def members(

@@ -60,6 +60,9 @@ class Timeline:
     alias: Mapping[int, int] = field(default_factory=dict)
     """Map from a dim to the dim that represents it in all equal layers; the arrays of
     equal layers are counted together."""
+    flat_state: bool = False
+    """Whether ZeRO divides flat buffers of all arrays, so that `fsdp` divides an array
+    of any size (`Software.flat_state`)."""
 
     @cached_property
     def at_level_3(self) -> "Timeline":
@@ -627,7 +630,7 @@ class PeakEval:
             update = self._update
             held = np.where(update > most, update, held)
             most = np.maximum(most, update)
-        if zero == 3:
+        if zero == 3 and not self._trace.timeline.flat_state:
             most = most + self._laid_anew()
         return Peak(activations=most - held, gradients=held)
 
@@ -722,7 +725,8 @@ class PeakEval:
         """Computes the bytes of transposed copies of gathered parameters.
 
         If `fsdp` divides another dim than the first, XLA keeps a copy of a device's
-        part with that dim first, from the first gather to the last.
+        part with that dim first, from the first gather to the last. Flat buffers
+        (`Timeline.flat_state`) have no such copies.
         """
         total: Any = 0.0
         for index, count in self._trace.gradients:
@@ -741,9 +745,18 @@ class PeakEval:
         divides no dim.
         """
         if index not in self._places:
-            value, loops = self._values[index], self._trace.timeline.loop_dims
+            value, timeline = self._values[index], self._trace.timeline
             spec = self._division.spec(value)
-            self._places[index] = spec, rest_place(value, spec, self._sizes, loops)
+            self._places[index] = (
+                spec,
+                rest_place(
+                    value,
+                    spec,
+                    self._sizes,
+                    timeline.loop_dims,
+                    flat=timeline.flat_state,
+                ),
+            )
         return self._places[index]
 
 

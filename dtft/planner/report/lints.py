@@ -395,9 +395,9 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
 def precision(decision: Decision) -> tuple[Lint, ...]:
     """Finds matmuls and convolutions in a dtype for which the device lists no peak.
 
-    Kernels such as attention count too. The texts say which peak counts instead
-    (`DeviceType.rate`). The finding with the most operations is first. Findings below
-    `_SHARE` of the operations are left out.
+    Custom kernels, such as cuDNN's attention, count too. The texts say which peak
+    counts instead (`DeviceType.rate`). The finding with the most operations is first.
+    Findings below `_SHARE` of the operations are left out.
     """
     question, device = decision.question, decision.cluster.uniform.device
     flops: dict[ProductRate, float] = defaultdict(float)
@@ -412,7 +412,7 @@ def precision(decision: Decision) -> tuple[Lint, ...]:
         Lint(
             kind="precision",
             text=f"{device.unlisted_text(rate)}. It is in {percent(each / every)} of "
-            "the operations of matmuls and convolutions",
+            "the operations of matmuls, convolutions and custom kernels",
         )
         for rate, each in sorted(flops.items(), key=lambda item: -item[1])
         if not rate.listed and each >= _SHARE * every

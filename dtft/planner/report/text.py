@@ -42,6 +42,12 @@ COMPUTE: Mapping[ComputeKind, str] = {
 }
 """Meaning of each kind of work."""
 
+RESOURCES: Mapping[str, str] = {
+    "compute": "matmuls, convolutions and custom kernels, also those computed again",
+    "memory bandwidth": "what kernels read from device memory and write to it",
+}
+"""Meaning of the resources of a roofline that are no links."""
+
 MEMORY: Mapping[str, str] = {
     "parameters": "at rest",
     "gradients": "at the moment that needs most",
@@ -283,8 +289,8 @@ def _rates(plan: Plan) -> tuple[str, ...]:
     text = f"{wording.number(plan.examples / step_s, error)} examples per second"
     if plan.at_peak_s:
         text += (
-            f"; MFU {percent(plan.mfu, error)} (matmuls and convolutions at the peak, "
-            "without what is computed again)"
+            f"; MFU {percent(plan.mfu, error)} (matmuls, convolutions and custom "
+            "kernels at the peak, without what is computed again)"
         )
     return (text,)
 
@@ -435,19 +441,54 @@ def _totals(found: Iterable[Collective], error: float) -> tuple[str, str]:
 
 
 def bound(plan: Plan) -> Section:
-    """Compares the seconds of the plan's step with a lower bound for all plans."""
-    if not plan.bound_s:
-        return Section(title="Lower bound", notes=("none is known",))
+    """Compares the predicted step with lower bounds of this plan and of all plans.
+
+    The rows have the seconds that each resource is busy at its peak, longest first. The
+    longest is the roofline of this plan.
+    """
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
+    ranked = sorted(plan.roofline.items(), key=lambda item: -item[1])
+    rows = [
+        (name, seconds(busy_s), share(busy_s, step_s, error), _what(name))
+        for name, busy_s in ranked
+    ]
     return Section(
-        title="Lower bound",
-        notes=(
-            f"no plan of this step on {plan.cluster} takes less than "
-            f"{seconds(plan.bound_s)}; this one takes "
-            f"{seconds(step_s - plan.bound_s, error)} more: "
-            f"{wording.number(step_s / plan.bound_s, error)} times as long. The bound "
-            "has no communication and no launch in it, which are most of a small step",
-        ),
+        title="Roofline and lower bound",
+        columns=("resource", "busy at its peak", "of the step", "with"),
+        rows=tuple(rows),
+        notes=(*_roofline(plan), *_lower_bound(plan)) or ("none is known",),
+    )
+
+
+def _what(resource: str) -> str:
+    return RESOURCES.get(resource, "what this plan sends through these links")
+
+
+def _roofline(plan: Plan) -> tuple[str, ...]:
+    """Compares the predicted step with the roofline of the plan, if it is known."""
+    if not plan.roofline_s:
+        return ()
+    step_s, error = plan.prediction.step_s, plan.prediction.relative_error
+    return (
+        f"roofline: this plan takes {seconds(plan.roofline_s)} or more, bound by "
+        f"{plan.bound_by}; the predicted step is "
+        f"{wording.number(step_s / plan.roofline_s, error)} times as long. On the "
+        "roofline all resources work at their peak and at once, without latency and "
+        "launches",
+    )
+
+
+def _lower_bound(plan: Plan) -> tuple[str, ...]:
+    """Compares the predicted step with the lower bound of all plans, if it is known."""
+    if not plan.bound_s:
+        return ()
+    step_s, error = plan.prediction.step_s, plan.prediction.relative_error
+    return (
+        f"no plan of this step on {plan.cluster} takes less than "
+        f"{seconds(plan.bound_s)}; this one takes "
+        f"{seconds(step_s - plan.bound_s, error)} more: "
+        f"{wording.number(step_s / plan.bound_s, error)} times as long. The bound "
+        "has no communication and no launch in it, which are most of a small step",
     )
 
 

@@ -11,7 +11,7 @@ A candidate is a mesh with a value for every knob, such as the number of microba
   `solver`, `elimination` and `mixed_integer`.
 * `decision`: selects a candidate, and explains what to change if none fits.
 * `write_plan`: writes the selected candidate as a plan. `compute_split`: its compute
-  seconds by kind of work.
+  seconds by kind of work. `roofline`: the seconds of each resource at its peak.
 """
 
 from typing import TYPE_CHECKING

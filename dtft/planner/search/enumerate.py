@@ -279,7 +279,7 @@ def _with_fewer(
     """
     for number in fewer:
         some = rules.exact(number)
-        rule = f"meshes of {number} of {rules.num_devices} devices, asked for besides"
+        rule = f"meshes of {number} of {rules.num_devices} devices, searched too"
         reasons.append(Reason(rule=rule, left=len(some), of=len(some)))
         meshes = meshes.joined(some)
     return meshes

@@ -142,6 +142,7 @@ class PlanSearch:
             graph=question.graph,
             gathers=question.entry == "loss",
             alias=question.alias,
+            flat_state=question.software.flat_state,
         )
         self._peaks = Peaks(timeline)
 

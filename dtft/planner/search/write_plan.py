@@ -23,6 +23,7 @@ from dtft.planner.search.compute_split import compute_split, model_at_peak_s
 from dtft.planner.search.pipeline import handed_on, layers_of
 from dtft.planner.search.price_table import bundle_of
 from dtft.planner.search.ranking import MEMORY, TERMS, Priced
+from dtft.planner.search.roofline import Sent, roofline
 from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import SearchCandidate
 from dtft.planner.spmd import (
@@ -103,25 +104,39 @@ class _Listed:
     """The share of `times` that counts for one device: 1 / number of stages for
     collectives within a stage, 1 for sends between stages."""
 
+    @property
+    def ahead(self) -> bool:
+        """Whether the collective waits for no computation (`Bundle.ahead`)."""
+        return self.bundle is not None and self.bundle.ahead
 
-def collectives(
+
+def _collectives(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
-) -> tuple[Collective, ...]:
-    """Lists the collectives of a step, in descending order of their bytes per step.
+) -> list[_Listed]:
+    """Lists the collectives of a step: of operators, of arrays, and between stages.
 
-    Equal collectives with the same description (`Collective.where`) are merged. For a
-    pipeline, lists the collectives of an average stage and its sends to other stages.
+    For a pipeline, lists the collectives of an average stage and its sends to other
+    stages.
 
     Args:
         search: the search, with the program and the devices.
         candidate: the mesh and the settings beside it.
         division: which axes divide which dims.
     """
-    found = [
+    return [
         *_of_operators(search, candidate, division),
         *_of_arrays(search, candidate, division),
         *_between_stages(search, candidate, division),
     ]
+
+
+def _merged(
+    search: PlanSearch, candidate: SearchCandidate, found: Iterable[_Listed]
+) -> tuple[Collective, ...]:
+    """Merges equal collectives with the same description (`Collective.where`).
+
+    The result is in descending order of the bytes per step.
+    """
     speeds = MeshSpeeds(pool=search.pool, mesh=candidate.mesh)
     made = _counted(found, speeds, _sizes(candidate))
     return tuple(sorted(made, key=lambda c: -c.num_bytes * c.trips))
@@ -208,8 +223,8 @@ def _counted(
     totals: dict[tuple[Any, ...], list[float]] = {}
     for one in listed:
         num_bytes = float(one.sent.amount.at(sizes))
-        ahead = one.bundle is not None and one.bundle.ahead
-        seconds = one.times * float(speeds.sending_s(one.sent, sizes, ahead=ahead))
+        sent_s = float(speeds.sending_s(one.sent, sizes, ahead=one.ahead))
+        seconds = one.times * sent_s
         if one.bundle is None:
             seconds += one.times * speeds.sync_skew_s(one.sent)
         else:
@@ -265,6 +280,7 @@ def as_plan(
     compute, dearest = compute_split(
         search, candidate, division, prediction.terms["compute"]
     )
+    sent = _collectives(search, candidate, division)
     is_loss = question.entry == "loss"
     in_state = [leaf.path for leaf in parameters]
     in_state += [] if is_loss else [leaf.path for leaf in optimizer]
@@ -282,12 +298,22 @@ def as_plan(
         prediction=prediction,
         memory={name: round(priced.memory[name][at]) for name in MEMORY},
         capacity_bytes=priced.capacity,
-        collectives=collectives(search, candidate, division),
+        collectives=_merged(search, candidate, sent),
         compute=compute,
         dearest=dearest,
         examples=question.batch_size,
         at_peak_s=model_at_peak_s(search),
         bound_s=lower_bound_s(question, search.pool),
+        roofline=roofline(
+            search,
+            candidate,
+            division,
+            [
+                Sent(op=one.sent, times=one.times * one.share, ahead=one.ahead)
+                for one in sent
+            ],
+            priced.host[at] if candidate.knobs.offload else 0.0,
+        ),
         alternatives=_alternatives(priced, num_ranked),
         model_hash=question.fingerprint,
         cluster_hash=cluster.fingerprint,

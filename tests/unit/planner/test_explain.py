@@ -140,7 +140,7 @@ def test_collectives_are_listed_largest_first_and_add_up(plan: Plan) -> None:
 
 
 def test_the_bound_and_the_gap_to_it(plan: Plan) -> None:
-    (note,) = bound(plan).notes
+    _, note = bound(plan).notes
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     bound_s, times = wording.seconds(plan.bound_s), step_s / plan.bound_s
     more = seconds_of(plan, step_s - plan.bound_s)

@@ -161,7 +161,8 @@ def test_a_dtype_without_a_peak_is_said() -> None:
     (found,) = precision(_product("bfloat16"))
     assert found.text == (
         "bfloat16 has no known peak on v100: priced as float32, 15.7 TFLOP/s. float16 "
-        "has 125. It is in 100 % of the operations of matmuls and convolutions"
+        "has 125. It is in 100 % of the operations of matmuls, convolutions and custom "
+        "kernels"
     )
     assert found in find_lints(_product("bfloat16"))
     assert precision(_product("float16")) == precision(_product("float32")) == ()

@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dtft.planner.cluster import Cluster
 from dtft.planner.ir import trace
 from dtft.planner.ir.graph import Graph
 from dtft.planner.ir.op_groups import region
 from dtft.planner.memory.liveness import ROW, InMemory
 from dtft.planner.memory.peak import LivenessTrace, PeakModel, Timeline
 from dtft.planner.memory.schedule import scheduled
+from dtft.planner.search import Choices, PlanSearch, enumerate_space
+from dtft.planner.software import EAGER, MEGATRON, XLA
 from dtft.planner.spmd.partitioner import MICRO, ShardingAssignment
 from dtft.planner.workload import Workload, of_loss
 from tests.support.zoo import MODELS
@@ -150,6 +153,51 @@ def test_sums_over_microbatches_are_divided_as_soon_as_optimizer_state_is() -> N
     )
     whole, divided = (parts.peak(zero).gradients[0] for zero in (0, 1))
     assert 0.5 * total < whole - divided <= 0.75 * total
+
+
+def test_flat_buffers_divide_gradients_of_any_size() -> None:
+    """Sizes of the model are powers of two: three devices divide no dim."""
+    asked = question("mlp")
+
+    def gradients(fsdp: int, zero: int, flat_state: bool) -> float:
+        timeline = Timeline(graph=asked.graph, gathers=True, flat_state=flat_state)
+        parts = PeakModel(LivenessTrace(timeline), division(asked))
+        return parts.on(sizes(fsdp=(fsdp,), micro=(4,))).peak(zero).gradients[0]
+
+    whole = gradients(3, 0, flat_state=False)
+    assert gradients(3, 3, flat_state=False) == whole
+    assert whole / 3 <= gradients(3, 3, flat_state=True) < 0.6 * whole
+    even = [gradients(4, 3, flat_state) for flat_state in (False, True)]
+    assert even[0] == even[1] < 0.6 * whole
+
+
+def test_the_search_says_whether_buffers_are_flat() -> None:
+    pool = Cluster.parse("3xA100").uniform
+    space = enumerate_space(
+        Choices(num_devices=3, batch=96, divides={"fsdp": ()}, levels=(3,), zero=(0, 3))
+    )
+    space = space.where(np.flatnonzero(space.columns["zero"] == 3))
+    xla, megatron, eager = (
+        PlanSearch(replace(question("mlp"), software=one), pool, scatters=True)
+        .memory_of(space)["gradients"]
+        .tolist()
+        for one in (XLA, MEGATRON, EAGER)
+    )
+    assert len(xla) == 1
+    assert megatron == eager and megatron < xla
+
+
+def test_flat_buffers_are_not_laid_out_anew() -> None:
+    """Only XLA keeps a part of a parameter with another dim first, at level 3."""
+    asked = question("mlp")
+    trees = (Timeline(graph=asked.graph, flat_state=flat) for flat in (False, True))
+    turned, flat = (
+        PeakModel(LivenessTrace(one), division(asked)).on(sizes(fsdp=(4,))).peak(3)
+        for one in trees
+    )
+    assert turned.gradients == flat.gradients
+    last = 4 * 32 * 8  # bytes of the last layer's weights; they are divided by columns
+    assert turned.activations - flat.activations == last / 4
 
 
 @pytest.mark.parametrize("vocabulary", [ROW, 2 * ROW])
