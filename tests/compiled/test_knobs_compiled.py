@@ -359,7 +359,7 @@ SHOWN: Mapping[str, tuple[Callable[..., None], ...]] = {
     "constraints": (test_an_opaque_step_gets_shardings_constraints_and_donation,),
 }
 """What a runnable plan may set to the tests that show it in a compiled program."""
-NOT_RUN = {"stage", "virtual_stages", "schedule"}
+NOT_RUN = {"stage", "virtual_stages", "schedule", "stage_layers"}
 """Knobs of what-if plans. Of a config's own mesh, test_pipelined.py shows them."""
 
 
