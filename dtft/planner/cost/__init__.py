@@ -37,8 +37,8 @@ if TYPE_CHECKING:
         launch_s,
         lower_bound_s,
         matmul_s,
+        memory_bound,
         memory_s,
-        only_memory,
         shape_factor,
     )
     from dtft.planner.cost.fitting import (
@@ -126,7 +126,7 @@ _PUBLIC = {
     "matmul_s": "compute",
     "members": "mesh_topology",
     "memory_s": "compute",
-    "only_memory": "compute",
+    "memory_bound": "compute",
     "pipeline_s": "pipeline",
     "read_log": "calibration",
     "runs": "operator",
@@ -183,7 +183,7 @@ __all__ = [
     "matmul_s",
     "members",
     "memory_s",
-    "only_memory",
+    "memory_bound",
     "pipeline_s",
     "read_log",
     "runs",

@@ -1,6 +1,6 @@
 """Seconds that one device computes: matmuls, memory traffic and operator launches.
 
-`lower_bound_s` bounds the step time of every plan from below, `only_memory` serves the
+`lower_bound_s` bounds the step time of every plan from below; `memory_bound` serves the
 roofline of one plan. Numeric arguments may be numpy arrays and are broadcast.
 """
 
@@ -61,7 +61,7 @@ def at_peak_s(graph: Graph, pool: Pool, operators: Iterable[Operator]) -> float:
     return seconds / pool.num_devices
 
 
-def only_memory(device: DeviceType) -> DeviceType:
+def memory_bound(device: DeviceType) -> DeviceType:
     """Returns a device type as if the bandwidth of its memory were its only limit.
 
     The memory reaches its peak bandwidth, and bytes from a cache take no time. With
@@ -69,7 +69,7 @@ def only_memory(device: DeviceType) -> DeviceType:
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> h100 = device_type("h100")
-    >>> matmul_s(only_memory(h100), 8192, 8192, 8192) * h100.memory_bandwidth / 2**27
+    >>> matmul_s(memory_bound(h100), 8192, 8192, 8192) * h100.memory_bandwidth / 2**27
     np.float64(3.0)
     """
     known = device.efficiency

@@ -448,47 +448,33 @@ def bound(plan: Plan) -> Section:
     """
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     ranked = sorted(plan.roofline.items(), key=lambda item: -item[1])
+    links = "what this plan sends through these links"
     rows = [
-        (name, seconds(busy_s), share(busy_s, step_s, error), _what(name))
-        for name, busy_s in ranked
+        (name, seconds(busy), share(busy, step_s, error), RESOURCES.get(name, links))
+        for name, busy in ranked
     ]
+    notes = []
+    if plan.roofline_s:
+        notes.append(
+            f"roofline: this plan takes {seconds(plan.roofline_s)} or more, bound by "
+            f"{plan.bound_by}; the predicted step is "
+            f"{wording.number(step_s / plan.roofline_s, error)} times as long. On the "
+            "roofline all resources work at their peak and at once, without latency "
+            "and launches"
+        )
+    if plan.bound_s:
+        notes.append(
+            f"no plan of this step on {plan.cluster} takes less than "
+            f"{seconds(plan.bound_s)}; this one takes "
+            f"{seconds(step_s - plan.bound_s, error)} more: "
+            f"{wording.number(step_s / plan.bound_s, error)} times as long. The bound "
+            "has no communication and no launch in it, which are most of a small step"
+        )
     return Section(
         title="Roofline and lower bound",
         columns=("resource", "busy at its peak", "of the step", "with"),
         rows=tuple(rows),
-        notes=(*_roofline(plan), *_lower_bound(plan)) or ("none is known",),
-    )
-
-
-def _what(resource: str) -> str:
-    return RESOURCES.get(resource, "what this plan sends through these links")
-
-
-def _roofline(plan: Plan) -> tuple[str, ...]:
-    """Compares the predicted step with the roofline of the plan, if it is known."""
-    if not plan.roofline_s:
-        return ()
-    step_s, error = plan.prediction.step_s, plan.prediction.relative_error
-    return (
-        f"roofline: this plan takes {seconds(plan.roofline_s)} or more, bound by "
-        f"{plan.bound_by}; the predicted step is "
-        f"{wording.number(step_s / plan.roofline_s, error)} times as long. On the "
-        "roofline all resources work at their peak and at once, without latency and "
-        "launches",
-    )
-
-
-def _lower_bound(plan: Plan) -> tuple[str, ...]:
-    """Compares the predicted step with the lower bound of all plans, if it is known."""
-    if not plan.bound_s:
-        return ()
-    step_s, error = plan.prediction.step_s, plan.prediction.relative_error
-    return (
-        f"no plan of this step on {plan.cluster} takes less than "
-        f"{seconds(plan.bound_s)}; this one takes "
-        f"{seconds(step_s - plan.bound_s, error)} more: "
-        f"{wording.number(step_s / plan.bound_s, error)} times as long. The bound "
-        "has no communication and no launch in it, which are most of a small step",
+        notes=tuple(notes or ["none is known"]),
     )
 
 

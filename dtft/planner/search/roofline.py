@@ -15,7 +15,7 @@ from dtft.planner.cost import (
     hidden,
     levels_used,
     links_at_peak_s,
-    only_memory,
+    memory_bound,
     runs,
 )
 from dtft.planner.ir import PRODUCTS
@@ -64,13 +64,13 @@ def roofline(
         Map from a resource to seconds. Links without traffic are left out.
     """
     pool = search.pool
-    faster = {
+    factors = {
         term: min(1.0, pool.trust.scale(term))
         for term in ("compute", "collectives", "optimizer")
     }
-    found = _of_device(search, candidate, division, faster)
+    found = _of_device(search, candidate, division, factors)
     links = _of_links(pool, candidate, sent)
-    factor = min(faster["compute"], faster["collectives"])
+    factor = min(factors["compute"], factors["collectives"])
     found |= {name: factor * seconds for name, seconds in links.items()}
     if host_bytes and pool.host_link is not None:
         link = pool.host_link
@@ -84,7 +84,7 @@ def _of_device(
     search: PlanSearch,
     candidate: SearchCandidate,
     division: ShardingAssignment,
-    faster: dict[str, float],
+    factors: dict[str, float],
 ) -> dict[str, float]:
     """Computes the seconds per step of a device's compute and of its memory.
 
@@ -92,12 +92,12 @@ def _of_device(
         search: the search, with the program and the devices.
         candidate: the mesh and the settings beside it.
         division: which axes divide which dims.
-        faster: factors on the seconds of forward and backward pass (`compute`) and of
+        factors: factors on the seconds of forward and backward pass (`compute`) and of
             the update (`optimizer`).
     """
     graph, device = search.question.graph, search.pool.device
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
-    bare = only_memory(device)
+    bare = memory_bound(device)
     stages = sizes.get("stage", 1)
     fsdp = sizes.get("fsdp", 1) if candidate.knobs.zero > 0 else 1
     found = {"compute": 0.0, "memory bandwidth": 0.0}
@@ -105,9 +105,9 @@ def _of_device(
         operator = group.operator
         times = group.times * runs(work, sizes) / stages
         if group.region == "update":
-            times *= faster["optimizer"] / fsdp  # ZeRO divides the update
+            times *= factors["optimizer"] / fsdp  # ZeRO divides the update
         else:
-            times *= faster["compute"]
+            times *= factors["compute"]
         if operator.kind in PRODUCTS and operator.inputs:
             peak = device.peak(graph.operand_dtype(operator), operator.precision)
             found["compute"] += times * float(work.flops.at(sizes)) / peak
