@@ -1,7 +1,7 @@
 """Step times of transformers on one GPU, beside what `dtft.plan` predicts.
 
     python experiments/gpu_steps.py             predicts the steps of the table; no GPU
-    python experiments/gpu_steps.py --measure   measures the table anew; needs a GPU
+    python experiments/gpu_steps.py --measure   measures this GPU's rows anew
 
 The table is `data/gpu_steps.jsonl`; `data/README.md` has its columns. A step is the
 loss, its gradients and AdamW. It is planned as it was measured: the whole batch at
@@ -34,8 +34,8 @@ from dtft.planner.transformer import judge
 TABLE = Path(__file__).parent / "data" / "gpu_steps.jsonl"
 TITLE = "Step times of transformers on one GPU, and what dtft.plan predicts"
 HEADER = [
-    "case", "model", "measured s", "predicted s", "error", "interval s", "holds it",
-    "XLA's GiB", "predicted GiB", "error of GiB",
+    "case", "device", "model", "measured s", "predicted s", "error", "interval s",
+    "holds it", "XLA's GiB", "predicted GiB", "error of GiB",
 ]  # fmt: skip
 WARM_UP, TIMED = 3, 10
 """Steps before those that are timed, and timed steps."""
@@ -105,6 +105,15 @@ CASES = (
     Case(
         name="vocab", width=1024, layers=2, heads=16, length=512, batch=32,
         vocabulary=128000,
+    ),
+    Case(name="deep", width=768, layers=24, heads=12, length=1024, batch=8),
+    Case(
+        name="fused-long", width=2048, layers=4, heads=16, length=8192, batch=1,
+        llama=True, fused=True,
+    ),
+    Case(
+        name="fused-remat", width=2048, layers=16, heads=16, length=2048, batch=8,
+        llama=True, fused=True, remat=True,
     ),
 )  # fmt: skip
 
@@ -405,6 +414,7 @@ def cells(row: Row) -> list[object]:
     said = row.plan.prediction
     return [
         row.measured.case.name,
+        cluster_of(row.measured.device).removeprefix("1x"),
         row.measured.case.words,
         row.measured.step_s,
         row.predicted_s,
@@ -442,11 +452,22 @@ def memory_verdict(some: Sequence[Row]) -> str:
     )
 
 
+def by_device(found: Sequence[Row]) -> dict[str, list[Row]]:
+    """The rows of each device."""
+    apart: dict[str, list[Row]] = {}
+    for row in found:
+        apart.setdefault(row.measured.device, []).append(row)
+    return apart
+
+
 def notes(found: Sequence[Row]) -> list[str]:
     """What the reader must know to judge the table."""
     apart = [row.measured.blocked_s / row.measured.step_s - 1 for row in found]
     return [
-        f"{verdict(found)} {memory_verdict(found)}",
+        *(
+            f"{device}: {verdict(some)} {memory_verdict(some)}"
+            for device, some in by_device(found).items()
+        ),
         f"`measured s` is the mean of {TIMED} steps in a row, of one run of each case. "
         f"Steps that were waited for one by one took {min(apart):+.1%} to "
         f"{max(apart):+.1%} beside it. `error` is predicted / measured - 1. "
@@ -460,17 +481,19 @@ def figure_of(found: Sequence[Row]) -> Figure:
     """Predicted over measured seconds, each with its interval."""
     figure = Figure(figsize=(5.5, 5))
     axes = figure.subplots()
-    for row in found:
-        said = row.plan.prediction
-        ends = [[row.predicted_s - said.low_s], [said.high_s - row.predicted_s]]
+    for device, some in by_device(found).items():
+        said = [row.plan.prediction for row in some]
         axes.errorbar(
-            row.measured.step_s,
-            row.predicted_s,
-            yerr=ends,
+            [row.measured.step_s for row in some],
+            [one.step_s for one in said],
+            yerr=[
+                [one.step_s - one.low_s for one in said],
+                [one.high_s - one.step_s for one in said],
+            ],
             fmt="o",
             markersize=4,
             linewidth=0.8,
-            label=row.measured.case.name,
+            label=device,
         )
     both = [s for row in found for s in (row.measured.step_s, row.predicted_s)]
     line = [0.85 * min(both), 1.15 * max(both)]
@@ -490,6 +513,7 @@ def figures(row: Row) -> dict[str, Any]:
     said = row.plan.prediction
     return {
         "case": row.measured.case.name,
+        "device": row.measured.device,
         "measured_s": row.measured.step_s,
         "predicted_s": row.predicted_s,
         "low_s": said.low_s,
@@ -511,8 +535,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
     if options.measure:
-        require_gpu("gpu_steps")
-        lines = []
+        here = require_gpu("gpu_steps").device_kind
+        table = map(Measurement.from_json, TABLE.read_text().splitlines())
+        lines = [one.to_json() for one in table if one.device != here]
         for case in CASES:
             lines.append(measure(case, cudnn=True).to_json())
             print(lines[-1], flush=True)  # kept if a later case fails
