@@ -281,9 +281,7 @@ def widths_without(table: str, level: str) -> Accuracy:
     """Accuracy of a level of calibration, from tables other than the one that is named.
 
     Each of the others is predicted by what was fitted to the rest: neither to itself
-    nor to the table that is named. That of H100, which no other table predicts, is
-    predicted by the device's scalars that were fitted to its other rows. "" leaves out
-    no table.
+    nor to the table that is named. "" leaves out no table.
     """
     others = [name for name in tables() if name != table]
     if level == FROM_CATALOG:
@@ -291,12 +289,7 @@ def widths_without(table: str, level: str) -> Accuracy:
     elif level == FROM_RUNS:
         seen = [row_left_out(name, of_device=False) for name in others]
     else:
-        seen = [
-            row_left_out(name, of_device=True)
-            if name == H100_TABLE
-            else predicted_by_others(name, table)
-            for name in others
-        ]
+        seen = [predicted_by_others(name, table) for name in others]
     return accuracy_from(seen, f"errors of {', '.join(others)}")
 
 

@@ -39,11 +39,53 @@ _HMC = "hmc-tech.com's table of the GPU"
 _LOCKWOOD = "glennklockwood.com/garden/processors"
 _GPU = Efficiency(e0=0.75, x0=8.0, memory=0.85, launch_s=4e-6, misaligned=0.5)
 """Efficiency of GPUs. e0 and x0 come from a fit to BigScience runs on A100; the other
-figures are assumed."""
+figures are assumed. `_efficiency` changes e0 and mma_sync by device."""
+_MATMUL_TFLOPS: Mapping[str, float] = {
+    "a100": 271.2, "h100": 794.5, "h200": 794.5, "gh200": 828.6, "b200": 1745.0,
+    "gb200": 1822.0, "gb300": 1822.0, "mi300x": 668.4, "mi355x": 1565.0,
+}  # fmt: skip
+"""Map from a GPU to the TFLOP/s of the fastest bfloat16 matmul that was found on it.
+Newer GPUs reach a smaller share of their peak, because their power limit lowers the
+clock. Source: table "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering,
+compute/accelerator/README.md, commit 744d01e1. By the table, the H200 is as fast as
+the H100. The GB300 is assumed to be as fast as the GB200, because the table's B300 is
+within 2 % of its B200."""
+_HOPPER_MMA_SYNC = 0.569
+"""`Efficiency.mma_sync` of Hopper GPUs, and assumed of Blackwell's data center GPUs.
+
+FlashAttention 1 and 2, forward and backward, run 1.666 times as fast on an H100 as on
+an A100. Matmuls run 2.930 times as fast (`_MATMUL_TFLOPS`). The 1.666 is the median of
+48 ratios: both versions, head dims 64 and 128, with and without causal mask, six
+sequence lengths from 512 to 16384. The ratios are 1.49 to 1.79. Source: the A100 and
+H100 figures of arXiv 2307.08691, in Dao-AILab/flash-attention, assets/
+flash2_a100_fwd_bwd_benchmark.png and flash2_h100_fwd_bwd_benchmark.png. The cause:
+FlashAttention-2 does not use Hopper's instructions (arXiv 2407.08608)."""
+_MMA_SYNC: Mapping[str, float] = dict.fromkeys(
+    ("h100", "h100-pcie", "h200", "gh200", "b200", "gb200", "gb300"), _HOPPER_MMA_SYNC
+)
+"""Map from a GPU to its `Efficiency.mma_sync`; other GPUs have 1."""
 _TPU = Efficiency(e0=0.8, x0=0.0, memory=0.85, launch_s=1e-6)
 """Efficiency of TPUs, assumed. Launches are short, because a TPU program launches its
 operators on the device."""
 _T = 1e12
+
+
+def _efficiency(name: str, peak: float) -> Efficiency:
+    """Returns the efficiency of a GPU.
+
+    Its e0 is that of the A100, times the share of the peak that matmuls reach on the
+    GPU, relative to their share on the A100. GPUs without a known matmul speed have the
+    e0 of the A100.
+
+    Args:
+        name: name in the catalog.
+        peak: peak of bfloat16 in TFLOP/s.
+    """
+    e0 = _GPU.e0
+    if name in _MATMUL_TFLOPS:
+        share = _MATMUL_TFLOPS[name] / peak
+        e0 *= share / (_MATMUL_TFLOPS["a100"] / _A100["bfloat16"])
+    return replace(_GPU, e0=e0, mma_sync=_MMA_SYNC.get(name, 1.0))
 
 
 def _gpu(
@@ -65,7 +107,7 @@ def _gpu(
         cores=cores,
         tile=tile,
         alignment_bytes=16,
-        efficiency=_GPU,
+        efficiency=_efficiency(name, peaks.get("bfloat16", 0.0)),
         source=source,
     )
 
@@ -453,9 +495,10 @@ LINKS: Mapping[str, Link] = {
         f"latency {_ASSUMED}", 2, shared_by=2,
     ),
     "opa-100g-half": _link(
-        "InfiniBand", 10, 11.5, "BigScience, Jean Zay: 4 Omni-Path 100 Gb/s ports per "
-        f"host of 8, here listed as InfiniBand; share and latency {_ASSUMED}", 2,
-        shared_by=2,
+        "InfiniBand", 10, 4.22, "4 Omni-Path 100 Gb/s ports per host of 8, here listed "
+        "as InfiniBand; an all-reduce between hosts reaches 135 of the 400 Gb/s: "
+        "stas00/ml-engineering network/README.md, and BigScience experiments/README.md "
+        f"(measured on Jean Zay); share and latency {_ASSUMED}", 2, shared_by=2,
     ),
     "ethernet-100g": _link(
         "Ethernet", 25, 11, f"{_SHEET}: 12.5 GB/s; share and latency {_ASSUMED}", 1,

@@ -189,7 +189,7 @@ def link_key(link: Link) -> str:
 
     >>> from dtft.planner.cluster.catalog import link
     >>> link_key(link("ib-400g")), link_key(link("opa-100g-half"))
-    ('InfiniBand 48 GB/s', 'InfiniBand 11.5 GB/s for 2')
+    ('InfiniBand 48 GB/s', 'InfiniBand 4.22 GB/s for 2')
     """
     shared = f" for {link.shared_by}" if link.shared_by > 1 else ""
     return f"{link.kind} {link.curve.bandwidth / 1e9:g} GB/s{shared}"

@@ -20,7 +20,7 @@ from dtft.planner.cost.compute import (
     memory_s,
 )
 from dtft.planner.cost.mesh_topology import group_of
-from dtft.planner.ir import CHEAP, PRODUCTS, Graph
+from dtft.planner.ir import CHEAP, MMA_SYNC, PRODUCTS, Graph
 from dtft.planner.spmd import (
     MICRO,
     Bundle,
@@ -141,6 +141,8 @@ def computing_s(
         share = device.efficiency.fuse if on_cpu and not cold else moved
         return elementwise_s(device, own * share, simple, special, cold=cold) + across
     each = 1 / (device.peak(dtype, precision) * device.efficiency.e0)
+    if operator.primitive in MMA_SYNC:
+        each = each / device.efficiency.mma_sync
     if work.sides is not None:
         each = each * convolution_factor(device, *(s.at(sizes) for s in work.sides))
     if operator.kind in _ELEMENT_BY_ELEMENT:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.planner.ir.flops import ATTENTION, COUNTED, register_kernel
+    from dtft.planner.ir.flops import ATTENTION, COUNTED, MMA_SYNC, register_kernel
     from dtft.planner.ir.fusion import (
         CHEAP,
         PRODUCTS,
@@ -63,6 +63,7 @@ _PUBLIC = {
     "Dim": "graph",
     "Graph": "graph",
     "LayerStack": "repeats",
+    "MMA_SYNC": "flops",
     "OpGroup": "op_groups",
     "Operator": "graph",
     "OperatorKind": "graph",
@@ -102,6 +103,7 @@ __all__ = [
     "Dim",
     "Graph",
     "LayerStack",
+    "MMA_SYNC",
     "OpGroup",
     "Operator",
     "OperatorKind",

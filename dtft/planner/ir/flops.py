@@ -144,14 +144,19 @@ def kernel_name(primitive: str, params: Mapping[str, Any]) -> str:
 
 
 def register_kernel(
-    name: str, flops: Count, *, dims: str = "", whole: str = ""
+    name: str,
+    flops: Count,
+    *,
+    dims: str = "",
+    whole: str = "",
+    mma_sync: bool = False,
 ) -> None:
     """Registers the operation count of a kernel that XLA does not make.
 
-    The planner prices a registered kernel by its operations at the peak of its first
-    operand's dtype, or by the bytes of its operands and results, whichever takes
-    longer. A kernel that is neither registered nor has a `cost_estimate` is priced by
-    its bytes alone, and `plan.lints()` says so.
+    The planner prices a registered kernel by its operations at the speed of large
+    matmuls of its first operand's dtype, or by the bytes of its operands and results,
+    whichever takes longer. A kernel that is neither registered nor has a
+    `cost_estimate` is priced by its bytes alone, and `plan.lints()` says so.
 
     Arrays of a kernel may be divided along dims that operands and results have in
     common, unless `jax.shard_map` is around the kernel. Without `dims`, these are dims
@@ -166,6 +171,9 @@ def register_kernel(
             dims with one letter are divided in the same way. Operands are needed
             undivided along dims whose letter no result has.
         whole: letters of further dims along which operands are needed undivided.
+        mma_sync: whether the kernel multiplies with `mma.sync`, the instruction of
+            NVIDIA's Ampere GPUs, on newer GPUs too. FlashAttention 1 and 2 do. Such a
+            kernel is slower by the device's `Efficiency.mma_sync`.
 
     Raises:
         ValueError: the planner has a rule for the name; or `dims` has no arrow, or
@@ -181,6 +189,9 @@ def register_kernel(
             "kernel: an ffi_call's target, a pallas_call's name, or your primitive's."
         )
     KERNEL_DIMS.pop(name, None)
+    MMA_SYNC.discard(name)
+    if mma_sync:
+        MMA_SYNC.add(name)
     if dims or whole:
         operands, arrow, results = dims.partition("->")
         read, written = set(operands) - {","}, set(results) - {","}
@@ -207,6 +218,8 @@ class KernelDims(NamedTuple):
 
 KERNEL_DIMS: dict[str, KernelDims] = {}
 """Map from the name of a kernel to the letters of its dims."""
+MMA_SYNC: set[str] = set()
+"""Names of kernels that multiply with `mma.sync` on every GPU."""
 
 
 def is_float(array: Shaped) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import least_squares
+from scipy.stats import t as student_t
 
 from dtft.planner.cluster import INTERVAL_SHARE, Accuracy, Pool
 from dtft.planner.search import Scales
@@ -176,8 +177,8 @@ def judge(
     )
 
 
-# Intervals. Their widths are quantiles of the errors of rows that no fit saw: a split
-# conformal prediction, with errors relative to the spread of `Accuracy.interval_s`.
+# Intervals come from the errors of rows that no fit saw, relative to the spread of
+# `Accuracy.interval_s`.
 
 
 UNIT_ERRORS: Mapping[str, float] = {"compute": 1.0, "collectives": 2.0}
@@ -218,44 +219,35 @@ class UnseenRows:
 def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
     """Derives the errors of predictions from rows that no fit saw.
 
-    With these errors by term, the prediction intervals hold the share `INTERVAL_SHARE`
-    of the rows, and as many rows are above the intervals as are below. But an interval
-    always contains the prediction, even if most rows are on one side. Tables have equal
-    weights, regardless of their numbers of rows, because errors within a table are
-    correlated.
+    The interval is the prediction interval of a random-effects model (Higgins et al.,
+    "A re-evaluation of random-effects meta-analysis", 2009). The error of a row is the
+    sum of an error that all rows of its table share and an error of its own. The
+    interval holds the share `INTERVAL_SHARE` of the rows of a further table, if both
+    errors have normal distributions. Its width follows Student's t distribution with
+    one degree of freedom less than there are tables, because a few tables say little
+    about how much tables differ. An interval always contains the prediction, even if
+    the mean error is large.
 
     Args:
-        tables: the measured rows (training runs) of each table.
+        tables: the measured rows (training runs) of each table, at least two rows in
+            each. Tables have equal weights. One table alone gives the interval of
+            further rows of this table.
         source: origin of the figures, in one line.
     """
     each = [table.errors() for table in tables]
-    errors = np.concatenate(each)
-    weights = np.concatenate([np.full(len(some), 1 / len(some)) for some in each])
-    tail = (1 - INTERVAL_SHARE) / 2
-    low = min(0.0, weighted_quantile(errors, weights, tail))
-    high = max(0.0, weighted_quantile(errors, weights, 1 - tail))
+    means = np.array([errors.mean() for errors in each])
+    variance = float(np.mean([errors.var(ddof=1) for errors in each]))
+    freedom = len(each[0]) - 1
+    if len(each) > 1:
+        variance += float(means.var(ddof=1)) * (1 + 1 / len(each))
+        freedom = len(each) - 1
+    half = float(student_t.ppf((1 + INTERVAL_SHARE) / 2, freedom)) * variance**0.5
+    low, high = min(0.0, means.mean() - half), max(0.0, means.mean() + half)
     return Accuracy(
         source=source,
-        errors={name: high * error for name, error in UNIT_ERRORS.items()},
-        below=abs(low) / high if high else 1.0,
+        errors={name: float(high) * error for name, error in UNIT_ERRORS.items()},
+        below=float(abs(low) / high) if high else 1.0,
     )
-
-
-def weighted_quantile(values: np.ndarray, weights: np.ndarray, share: float) -> float:
-    """Computes a weighted quantile: the least value up to which a share of weight lies.
-
-    Args:
-        values: the values.
-        weights: the weight of each value.
-        share: the least share of the total weight, 0 to 1.
-
-    >>> weighted_quantile(np.array([3.0, 1.0, 2.0]), np.array([2.0, 1.0, 1.0]), 0.5)
-    2.0
-    """
-    order = np.argsort(values, kind="stable")
-    known = np.cumsum(weights[order]) / weights.sum()
-    at = min(int(np.searchsorted(known, share - 1e-12)), len(values) - 1)
-    return float(values[order][at])
 
 
 @dataclass(frozen=True, kw_only=True)

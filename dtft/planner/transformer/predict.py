@@ -49,23 +49,23 @@ streams and matmuls vary little between systems. Host time between kernels and n
 load by other jobs are known only to an order of magnitude."""
 
 A100_SCALES = Scales(
-    matmul=0.9552,
-    memory=0.9978,
-    launch=33.231,
-    fast_link=1.4797,
-    network=3.8352,
-    next_stage=0.8972,
+    matmul=0.9318,
+    memory=0.9967,
+    launch=29.655,
+    fast_link=1.5432,
+    network=1.5626,
+    next_stage=0.7116,
 )
 """Factors fitted to the 21 rows of group E of
 `experiments/data/bigscience_176b_a100.csv` with 72 layers of 14336 (A100 80 GB)."""
 
 H100_SCALES = Scales(
-    matmul=1.2827,
-    memory=0.9856,
-    launch=26.215,
-    fast_link=0.7816,
-    network=0.2995,
-    next_stage=0.8972,
+    matmul=1.0568,
+    memory=0.9679,
+    launch=26.484,
+    fast_link=1.3011,
+    network=0.7449,
+    next_stage=0.7116,
 )
 """Factors fitted to the 70 bfloat16 rows of `experiments/data/llmfoundry_fsdp.csv` on
 H100, with the factors of A100 as prior."""

@@ -66,8 +66,9 @@ def _no_operations(operands: Any, results: Any, params: Any) -> float:
 def _attention_operations(products: float) -> Function:
     """Makes the function that counts the operations of flash attention.
 
-    Scores that the mask hides are counted too: kernels skip these scores, but run at a
-    lower rate, which costs about as much time.
+    Scores that the mask hides are counted too. On an A100, kernels skip these scores,
+    but run at a lower rate than matmuls, which costs about as much time. Newer GPUs are
+    slower by `Efficiency.mma_sync`: the kernels are FlashAttention 1 and 2.
 
     Args:
         products: half of the number of matmuls: 1.0 means two matmuls.
@@ -87,9 +88,9 @@ for _name in (
     "contiguous", "multiply", "multiply_back", "weigh_back",
 ):  # fmt: skip
     register_kernel(f"dtft_{_name}", _no_operations)
-register_kernel("dtft_flash", _attention_operations(1.0))
+register_kernel("dtft_flash", _attention_operations(1.0), mma_sync=True)
 # Five products: the scores are computed again.
-register_kernel("dtft_flash_back", _attention_operations(2.5))
+register_kernel("dtft_flash_back", _attention_operations(2.5), mma_sync=True)
 # A device has whole groups of heads. G is no dim of keys, so it is not divided.
 _GROUPED = "btkgh,btkh,btkh"
 register_kernel(
@@ -97,12 +98,14 @@ register_kernel(
     _attention_operations(1.0),
     dims=f"{_GROUPED}->btkgh",
     whole="g",
+    mma_sync=True,
 )
 register_kernel(
     "dtft_grouped_flash_back",
     _attention_operations(2.5),
     dims=f"{_GROUPED},btkgh,btkgh->{_GROUPED}",
     whole="g",
+    mma_sync=True,
 )
 # Context parallelism: each device needs the keys and values of all positions.
 for _heads in ("dtft_exchange", "dtft_exchange_back"):

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 import dtft
 from dtft._jax_internals import cudnn_assumed, is_cudnn_installed
 from dtft.planner import register_kernel
+from dtft.planner.cluster import device_type
 from dtft.planner.cost.compute import at_peak_s
 from dtft.planner.ir import flops
 from dtft.planner.ir.flops import ATTENTION, count
@@ -226,10 +227,12 @@ def test_remat_dots_keeps_the_result_of_attention() -> None:
 
 @pytest.fixture
 def registry() -> Iterator[None]:
-    before = dict(flops._KERNELS)
+    before, slow = dict(flops._KERNELS), set(flops.MMA_SYNC)
     yield
     flops._KERNELS.clear()
     flops._KERNELS.update(before)
+    flops.MMA_SYNC.clear()
+    flops.MMA_SYNC.update(slow)
 
 
 def doubled(cost: pl.CostEstimate | None) -> Any:
@@ -258,6 +261,31 @@ def test_a_registered_rule_prices_a_kernel(registry: None) -> None:
     assert known.operators[0].flops == 24 and not known.unknown
     estimated = pl.CostEstimate(flops=7, transcendentals=0, bytes_accessed=11)
     assert trace(doubled(estimated), array(8, 128)).operators[0].flops == 24
+
+
+def test_a_kernel_of_mma_sync_is_slower_since_hopper(registry: None) -> None:
+    """By `Efficiency.mma_sync`, and only if it is registered so."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        read = doubled(None)(batch["x"])
+        return (params["w"] * read).astype(jnp.float32).sum()
+
+    def seconds(cluster: str, mma_sync: bool) -> float:
+        register_kernel("doubling", lambda *_: 1e15, mma_sync=mma_sync)
+        plan = dtft.plan(
+            loss=loss,
+            optimizer=optax.sgd(0.1),
+            params={"w": array(8, 128)},
+            batch={"x": array(8, 128)},
+            cluster=cluster,
+        )
+        return plan.prediction.terms["compute"]
+
+    slower = seconds("1xh100", True) / seconds("1xh100", False)
+    assert slower == pytest.approx(
+        1 / device_type("h100").efficiency.mma_sync, rel=0.01
+    )
+    assert seconds("1xa100", True) == seconds("1xa100", False)
 
 
 def test_the_target_of_an_ffi_call_is_its_name(registry: None) -> None:

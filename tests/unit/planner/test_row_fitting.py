@@ -113,8 +113,20 @@ def test_collectives_are_twice_as_uncertain() -> None:
 
 
 def test_a_table_of_many_rows_counts_as_one_of_few() -> None:
-    few, many = table(np.full(10, 0.3)), table(np.zeros(990))
-    assert accuracy_from([few, many], "").errors["compute"] == pytest.approx(0.3)
+    few = table(np.full(10, 0.3))
+    some, many = (table(np.tile([0.0, 0.1], n)) for n in (500, 5000))
+    narrow, wide = (accuracy_from([few, one], "").errors for one in (some, many))
+    assert narrow["compute"] == pytest.approx(wide["compute"], rel=1e-3)
+
+
+def test_tables_that_differ_widen_the_interval() -> None:
+    """A further table of normal errors is held as often as intended."""
+    rng = np.random.default_rng(0)
+    held = []
+    for _ in range(400):
+        first, *others = (table(rng.normal(e, 0.05, 20)) for e in rng.normal(0, 0.1, 4))
+        held.append(coverage(first, accuracy_from(others, "")).held)
+    assert np.mean(held) == pytest.approx(0.8, abs=0.05)
 
 
 def test_the_prediction_is_in_its_interval() -> None:
