@@ -152,7 +152,7 @@ def measured(work: Work) -> tuple[float, int]:
         jax.block_until_ready(run(*arguments))
     times = []
     for _ in range(TURNS):
-        begin = time.perf_counter()
+        begin, result = time.perf_counter(), None
         for _ in range(CALLS):
             result = run(*arguments)
         jax.block_until_ready(result)
@@ -182,6 +182,7 @@ def main() -> None:
     counted = {name: work.counted_bytes() for name, work in works().items()}
     table = [json.loads(line) for line in TABLE.read_text().splitlines()]
     shares: dict[str, list[float]] = {}
+    assumed: dict[str, float] = {}
     lines = []
     for row in table:
         device = device_type_of_kind(row["device"])
@@ -189,6 +190,7 @@ def main() -> None:
             raise ValueError(f"{row['device']!r} is not in the planner's catalog.")
         share = row["compiled_bytes"] / row["s"] / device.memory_bandwidth
         shares.setdefault(row["device"], []).append(share)
+        assumed[row["device"]] = device.efficiency.memory
         lines.append(
             [
                 row["work"],
@@ -199,10 +201,6 @@ def main() -> None:
                 f"{share:.2f}",
             ]
         )
-    assumed = {
-        name: device_type_of_kind(name).efficiency.memory  # pyright: ignore
-        for name in shares
-    }
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     for name, some in shares.items():

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from typing import Any
 
 import gpu_elementwise
 import gpu_plans
@@ -18,7 +19,7 @@ SMALL = gpu_steps.Case(
 )
 
 
-def given() -> dict[str, object]:
+def given() -> dict[str, Any]:
     params, batch = gpu_steps.arrays(SMALL)
     loss = gpu_steps.loss_of(SMALL, cudnn=False)
     optimizer = gpu_steps.optimizer()
@@ -83,7 +84,7 @@ def test_element_wise_work_is_measured_and_counted() -> None:
 
 
 @pytest.mark.parametrize("script", [gpu_plans, gpu_elementwise])
-def test_measuring_needs_a_gpu(script: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_needs_a_gpu(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "--measure"])
     with pytest.raises(SystemExit, match="error: this needs a GPU"):
-        script.main()  # pyright: ignore
+        script.main()
