@@ -28,8 +28,6 @@ class Software:
     """Whether ZeRO divides flat buffers of all arrays, in equal parts; from level 1
     gradients are then reduced by reduce-scatter. Otherwise ZeRO divides a dim of each
     array that `fsdp` can divide."""
-    hides_activations: bool = True
-    """Whether computation hides collectives of activations (tensor, sequence)."""
     hides_state_from: int = 0
     """The ZeRO level from which computation hides collectives of gradients and
     parameters."""
@@ -51,7 +49,6 @@ MEGATRON = Software(
     fuses=False,
     sums_first=True,
     flat_state=True,
-    hides_activations=False,
     hides_state_from=2,
     sum_bytes=2,
     splits_sends=True,
@@ -62,7 +59,6 @@ EAGER = Software(
     fuses=False,
     sums_first=True,
     flat_state=True,
-    hides_activations=False,
     hides_state_from=2,
     sum_bytes=4,
 )

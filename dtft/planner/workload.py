@@ -22,7 +22,9 @@ from dtft.planner.ir import (
     POLICIES,
     Graph,
     OpGroup,
+    ReadPoint,
     Value,
+    find_read_order,
     find_repeats,
     group_operators,
     region,
@@ -312,6 +314,12 @@ class Workload:
         """Groups of operators of equal cost, which is computed once for each group."""
         fuses = self.software.fuses
         return group_operators(self.graph, self.alias, fuses=fuses)
+
+    @cached_property
+    def read_order(self) -> tuple[ReadPoint, ...]:
+        """How early in the forward pass parameters are first read (`ir.read_order`)."""
+        numbers = [self.graph.inputs[path] for path in self.paths("parameter")]
+        return find_read_order(self.graph, numbers)
 
     @cached_property
     def batch_dims(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ roofline of one plan. Numeric arguments may be numpy arrays and are broadcast.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -277,7 +277,12 @@ def launch_s(device: DeviceType, num_operators: Any) -> Any:
     return device.efficiency.dispatch_s + device.efficiency.launch_s * num_operators
 
 
-def added_s(efficiency: Efficiency, collective_s: Any, compute_s: Any) -> Any:
+def added_s(
+    efficiency: Efficiency,
+    collective_s: Any,
+    compute_s: Any,
+    order: Sequence[tuple[float, float]] = ((1.0, 1.0),),
+) -> Any:
     """Computes the seconds that collectives add to the computation that overlaps them.
 
     The result is the part of `collective_s` that the computation cannot hide, plus the
@@ -287,11 +292,19 @@ def added_s(efficiency: Efficiency, collective_s: Any, compute_s: Any) -> Any:
         efficiency: the overlapped share and the slowdown of computation by overlap.
         collective_s: seconds of the collectives alone.
         compute_s: seconds of the independent computation alone.
+        order: pairs (t, c): the share t of the computation can hide no more than the
+            share c of the collectives (`ir.read_order`). By default, any computation
+            can hide any collective.
 
     >>> half = Efficiency(overlap_kappa=1.25, overlap_fraction=1.0)
     >>> [round(float(added_s(half, m, 8.0)), 3) for m in (2.0, 9.0)]
     [0.5, 3.0]
+    >>> # A quarter of the collectives have no computation beside them.
+    >>> round(float(added_s(half, 2.0, 8.0, ((0.0, 0.25), (0.75, 1.0)))), 3)
+    0.875
     """
-    hidden = np.minimum(collective_s, efficiency.overlap_fraction * compute_s)
+    overlapped = efficiency.overlap_fraction * np.asarray(compute_s)
+    bare = [np.zeros(()), *(c * collective_s - t * overlapped for t, c in order)]
+    hidden = collective_s - np.max(np.broadcast_arrays(*bare), axis=0)
     slowed = np.minimum(efficiency.overlap_kappa - 1.0, 1.0) * hidden
     return collective_s - hidden + slowed

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         with_bodies,
     )
     from dtft.planner.ir.op_groups import OpGroup, group_operators, region
+    from dtft.planner.ir.read_order import ReadPoint, find_read_order
     from dtft.planner.ir.remat import POLICIES, rematerialized
     from dtft.planner.ir.repeats import (
         PARTS,
@@ -73,6 +74,7 @@ _PUBLIC = {
     "Part": "repeats",
     "RELABELS": "fusion",
     "REMAT": "jaxprs",
+    "ReadPoint": "read_order",
     "Value": "graph",
     "bodies": "jaxprs",
     "find_layers": "repeats",
@@ -82,6 +84,7 @@ _PUBLIC = {
     "item_bits": "graph",
     "moved_bytes": "fusion",
     "operators": "jaxprs",
+    "find_read_order": "read_order",
     "region": "op_groups",
     "register_kernel": "flops",
     "relabelled": "fusion",
@@ -113,6 +116,7 @@ __all__ = [
     "Part",
     "RELABELS",
     "REMAT",
+    "ReadPoint",
     "Value",
     "bodies",
     "find_layers",
@@ -122,6 +126,7 @@ __all__ = [
     "item_bits",
     "moved_bytes",
     "operators",
+    "find_read_order",
     "region",
     "register_kernel",
     "relabelled",

@@ -174,7 +174,7 @@ class Staged:
             virtual_stages=chunks,
             overlap_slowdown=full * efficiency.overlap_kappa,
             overlap_share=full * efficiency.overlap_fraction,
-            hides_activations=(full > 0) & self._software.hides_activations,
+            order=np.tile(np.array(self._question.read_order), (len(rows), 1, 1)),
         )
 
     def _work(

@@ -817,6 +817,9 @@ class Sums:
     optimizer: Total
     sending: Total
     """Seconds per step of collectives that are sent one by one."""
+    waited: Total
+    """The seconds in `sending` of collectives of activations, which the next operator
+    waits for."""
     starts: Total
     together: dict[Bundle, Total]
     """For each bundle (collectives that the compiler may combine), the bytes of all its
@@ -831,15 +834,24 @@ def sum_prices(ways: Iterable[PricedOp]) -> Sums:
     count as `sending`, as `together`, or as both (see `Sums`).
     """
     totals = Sums(
-        compute=Total(), optimizer=Total(), sending=Total(), starts=Total(), together={}
+        compute=Total(),
+        optimizer=Total(),
+        sending=Total(),
+        waited=Total(),
+        starts=Total(),
+        together={},
     )
     for way in ways:
         updates = way.group.region == "update"
         (totals.optimizer if updates else totals.compute).add(*way.computing)
         totals.starts.add(*way.starts)
-        for alone, bundled in zip(way.sending, way.bundles, strict=True):
+        for done, alone, bundled in zip(
+            way.work.sent, way.sending, way.bundles, strict=True
+        ):
             if bundled is None or not bundled[0].is_one:
                 totals.sending.add(*alone)
+                if MICRO in done.amount.axes:
+                    totals.waited.add(*alone)
             if bundled is not None:
                 found, num_bytes = bundled
                 totals.together.setdefault(found, Total()).add(*num_bytes)

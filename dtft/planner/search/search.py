@@ -431,9 +431,14 @@ class PlanSearch:
             points = resting.prices.columns.of[rows]
             compute = total.compute.at(points)
             zero, fsdp = space.columns["zero"][rows], space.columns["fsdp"][rows]
+            waited = total.waited.at(points)
+            behind = np.maximum(sending - waited, 0.0)
+            added = added_s(
+                device.efficiency, behind, compute, self.question.read_order
+            )
             terms = {
                 "compute": compute + resting.copying_s(division, points, zero),
-                "collectives": np.asarray(added_s(device.efficiency, sending, compute)),
+                "collectives": waited + added,
                 "optimizer": total.optimizer.at(points) / np.where(zero > 0, fsdp, 1),
                 "launch": np.asarray(launch_s(device, total.starts.at(points))),
             }

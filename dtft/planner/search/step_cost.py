@@ -122,8 +122,9 @@ class StepCost:
     """Factor on the time of computation that runs beside collectives, [rows]."""
     overlap_share: np.ndarray
     """The share of computation that collectives can overlap, [rows]."""
-    hides_activations: np.ndarray
-    """Whether computation also hides collectives of activations, [rows]."""
+    order: np.ndarray
+    """Pairs (t, c), float [rows, pairs, 2]: the share t of the computation can hide no
+    more than the share c of the collectives `behind` (`ir.read_order`)."""
 
     def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
         """Computes the seconds of a step by term (`STEP_TERMS`), for each candidate.
@@ -141,10 +142,9 @@ class StepCost:
         """
         seconds = self.stages * scales[[_SCALE[name] for name in STAGE_SCALES]]
         links = scales[[_SCALE[name] for name in LINK_SCALES]]
-        hidden = self.hides_activations[:, None, None]
-        behind = self.behind * links + np.where(hidden, seconds[..., 3:5], 0.0)
-        exposed = self._exposed(behind.sum(-1), seconds[..., :2].sum(-1))
-        tensor = np.where(hidden, 0.0, seconds[..., 3:5]).sum(-1)
+        behind = (self.behind * links).sum(-1)
+        exposed = self._exposed(behind, seconds[..., :2].sum(-1))
+        tensor = seconds[..., 3:5].sum(-1)
         parts = np.stack([*np.moveaxis(seconds[..., :3], -1, 0), tensor, exposed,
                           seconds[..., 5]])  # fmt: skip
         stage_s = parts.sum(0)
@@ -183,7 +183,10 @@ class StepCost:
             behind: seconds of the collectives alone; [candidates, kinds of stages].
             computing: seconds of the computation alone; the same shape.
         """
-        hidden = np.minimum(behind, self.overlap_share[:, None] * computing)
+        overlapped = self.overlap_share[:, None] * computing
+        t, c = self.order[:, None, :, 0], self.order[:, None, :, 1]
+        bare = (c * behind[..., None] - t * overlapped[..., None]).max(-1)
+        hidden = behind - np.maximum(bare, 0.0)
         slowed = np.minimum(self.overlap_slowdown - 1.0, 1.0)[:, None] * hidden
         return behind - hidden + slowed
 
@@ -192,15 +195,17 @@ def stack(costs: Sequence[StepCost]) -> StepCost:
     """Concatenates the candidates of several `StepCost` objects into one.
 
     The result has as many kinds of stages as the object with the most. Missing kinds
-    have zero stages.
+    have zero stages. Missing pairs of `order` are zero, which changes no maximum.
     """
     kinds = max(cost.counts.shape[1] for cost in costs)
+    pairs = max(cost.order.shape[1] for cost in costs)
 
     def padded(cost: StepCost, name: str) -> np.ndarray:
         value = getattr(cost, name)
-        if name not in ("stages", "counts", "behind"):
+        if name not in ("stages", "counts", "behind", "order"):
             return value
-        missing = [(0, 0), (0, kinds - value.shape[1])]
+        most = pairs if name == "order" else kinds
+        missing = [(0, 0), (0, most - value.shape[1])]
         return np.pad(value, missing + [(0, 0)] * (value.ndim - 2))
 
     return StepCost(

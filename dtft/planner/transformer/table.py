@@ -31,11 +31,12 @@ OPTIONAL_COUNTS = ("ffn", "kv_heads", "experts", "top_k", "cp", "ep")
 `heads`, `top_k` is 2 with several experts, and the others are 1."""
 OPTIONAL = (
     "dtype", "zero", "sequence_parallel", "flash_attention", "gradient_bytes",
-    "software", "gated", *OPTIONAL_COUNTS,
+    "software", "gated", "stage_layers", *OPTIONAL_COUNTS,
 )  # fmt: skip
 """Columns that a table may have. An empty cell or a missing column has the default of
 `Habits`; for `zero` the default is 0, for `software` it is megatron, for `gated` (a
-SwiGLU of three matrices) it is no."""
+SwiGLU of three matrices) it is no. `stage_layers` has the layers of each stage with +
+between them, such as 7+8+8+7; by default stages have equally many."""
 
 NAMES = ("model", "params_b", "tflops_per_gpu", "pct_peak", "agg_pflops", "note")
 """Columns that a table may have and that change no prediction. Columns whose names
@@ -262,6 +263,7 @@ def _row(where: str, cells: Mapping[str, str], habits: Habits) -> Row:
         flash_attention=_flag(where, "flash_attention", cells, fused),
         sequence_parallel=_flag(where, "sequence_parallel", cells, apart),
         software=_software(where, cells),
+        stage_layers=_stage_layers(where, cells),
     )
     _check(where, shape, layout, count["gpus"])
     _check_arrays(where, shape, layout)
@@ -297,14 +299,17 @@ def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
             f"{where}, column virtual_stages: {parts} with pp=1. Interleaving needs a "
             "pipeline: set virtual_stages 1, or pp above 1."
         )
+    if layout.stage_layers:
+        _check_stages(where, shape, layout)
     if pp * parts > shape.layers:
         raise ValueError(
             f"{where}, column pp: {pp} stages of {parts} virtual_stages for "
             f"layers={shape.layers}. Allowed: pp x virtual_stages at most "
             f"{shape.layers}."
         )
+    equal = 1 if layout.stage_layers else pp * parts
     sizes = (
-        ("layers", shape.layers, pp * parts, "pp x virtual_stages"),
+        ("layers", shape.layers, equal, "pp x virtual_stages"),
         ("heads", shape.heads, tp, "tp"),
         ("hidden", shape.hidden, shape.heads, "heads"),
         ("hidden", shape.hidden, tp, "tp"),
@@ -328,6 +333,32 @@ def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
                 f"{where}, column {column}: {size} is not divisible by {words} = "
                 f"{divisor}. Change {column}, or {words.replace(' x ', ' or ')}."
             )
+
+
+def _check_stages(where: str, shape: Shape, layout: ParallelLayout) -> None:
+    """Checks that `stage_layers` agrees with the other columns of a row.
+
+    Raises:
+        ValueError: there are more or fewer stages or layers than the row has, or stages
+            are interleaved. The message names row and column.
+    """
+    text = "+".join(map(str, layout.stage_layers))
+    begin = f"{where}, column stage_layers: {text} has"
+    if len(layout.stage_layers) != layout.pp:
+        raise ValueError(
+            f"{begin} {len(layout.stage_layers)} stages, and pp={layout.pp}. Allowed: "
+            f"{layout.pp} numbers. Change stage_layers or pp."
+        )
+    if sum(layout.stage_layers) != shape.layers:
+        raise ValueError(
+            f"{begin} the sum {sum(layout.stage_layers)}, and layers={shape.layers}. "
+            "Allowed: the same number. Change stage_layers or layers."
+        )
+    if layout.virtual_stages > 1:
+        raise ValueError(
+            f"{begin} stages of its own, and virtual_stages={layout.virtual_stages}. "
+            "Allowed: virtual_stages 1. Change one of the two columns."
+        )
 
 
 def _check_arrays(where: str, shape: Shape, layout: ParallelLayout) -> None:
@@ -417,6 +448,20 @@ def _software(where: str, cells: Mapping[str, str]) -> SoftwareName:
         f"{where}, column software: {text!r:.80}. Allowed: {', '.join(SOFTWARE)}: the "
         "rules of kernels and overlap. Leave the cell empty for megatron."
     )
+
+
+def _stage_layers(where: str, cells: Mapping[str, str]) -> tuple[int, ...]:
+    text = cells.get("stage_layers", "").strip()
+    if not text:
+        return ()
+    found = [_whole(one) for one in text.split("+")]
+    if any(one is None or not 1 <= one < _MOST for one in found):
+        raise ValueError(
+            f"{where}, column stage_layers: {text!r:.80}. Allowed: a whole number of "
+            "layers for each stage, with + between them, such as 7+8+8+7. Leave the "
+            "cell empty for equal stages."
+        )
+    return tuple(one for one in found if one is not None)
 
 
 def _choice(

@@ -393,3 +393,40 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "row 2 (toy), column gpus" in capsys.readouterr().err
     assert out.read_text() == before
     assert main([*words[:2], str(tmp_path / "none.csv"), *words[3:]]) == 2
+
+
+def uneven(text: str, **others: str) -> str:
+    names, cells = list[str](HEADER.split(",")), list[str](ROW.split(","))
+    for name, value in others.items():
+        cells[names.index(name)] = value
+    return f"{HEADER},stage_layers\n{','.join(cells)},{text}\n"
+
+
+def test_uneven_stages_are_read_and_priced() -> None:
+    seconds = {}
+    for text in ("", "6+6+6+6", "5+7+7+5", "9+5+5+5"):
+        (found,) = predict_table(uneven(text), "a100")[1]
+        seconds[text] = found.step_s
+    assert seconds[""] == pytest.approx(seconds["6+6+6+6"])
+    # The first and the last stage have the vocabulary beside their layers.
+    assert seconds["5+7+7+5"] < seconds[""] < seconds["9+5+5+5"]
+    # 26 layers cannot be divided evenly by 4 stages.
+    predict_table(uneven("6+7+7+6", layers="26"), "a100")
+
+
+@pytest.mark.parametrize(
+    ("text", "others", "words"),
+    [
+        ("6+x+6+6", {}, "Allowed: a whole number of layers for each stage"),
+        ("6+0+12+6", {}, "Allowed: a whole number of layers for each stage"),
+        ("8+8+8", {}, "has 3 stages, and pp=4. Allowed: 4 numbers"),
+        ("7+7+7+7", {}, "has the sum 28, and layers=24"),
+        ("6+6+6+6", {"virtual_stages": "2"}, "Allowed: virtual_stages 1"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(
+    text: str, others: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ValueError, match="column stage_layers") as error:
+        predict_table(uneven(text, **others), "a100")
+    assert words in str(error.value)

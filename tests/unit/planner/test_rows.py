@@ -52,7 +52,7 @@ def made(stages: list[float], microbatches: int, parts: int = 1) -> StepCost:
         virtual_stages=np.array([parts]),
         overlap_slowdown=1.1 * one,
         overlap_share=one,
-        hides_activations=one < 1,
+        order=np.ones((1, 1, 2)),
     )
 
 
@@ -68,16 +68,21 @@ def test_the_pipeline_by_hand() -> None:
 
 def test_what_is_behind_computation_slows_it_down() -> None:
     """Of 3 s beside 2 s of products 1 s is left, and the products take 1.1 x as long;
-    activations wait, unless the software hides them."""
+    activations wait. Of 1 s, the third that is read first has nothing beside it."""
     cost = replace(made([2.0], 1), behind=np.array([[[3.0, 0.0]]]))
     assert cost.step_s(ONE)[0] == pytest.approx(2 + 1 + 0.2)
     stages = cost.stages.copy()
     stages[..., 3] = 1.0
     waits = replace(cost, stages=stages)
     assert waits.step_s(ONE)[0] == pytest.approx(2 + 1 + 0.2 + 1)
-    hides = replace(waits, hides_activations=np.array([True]))
-    assert hides.step_s(ONE)[0] == pytest.approx(2 + 2 + 0.2)
-    assert hides.terms(ONE)["tensor"] == 0
+    assert waits.terms(ONE)["tensor"] == 1
+    order = np.array([[[0.0, 1 / 3], [2 / 3, 1.0]]])
+    short = replace(cost, behind=cost.behind / 3, order=order)
+    assert short.step_s(ONE)[0] == pytest.approx(2 + 1 / 3 + 0.1 * 2 / 3)
+    half = replace(short, overlap_share=np.array([0.5]))  # 1 - 2/3 x 1 is the same
+    assert half.step_s(ONE)[0] == pytest.approx(2 + 1 / 3 + 0.1 * 2 / 3)
+    none = replace(short, overlap_share=np.zeros(1))
+    assert none.step_s(ONE)[0] == pytest.approx(3)
 
 
 def test_a_stack_is_its_rows() -> None:

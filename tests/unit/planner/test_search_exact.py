@@ -116,6 +116,8 @@ class Taken:
     starts: float
     alone: float
     """Of `sending`: what nothing is sent together with."""
+    waited: float
+    """Of `alone`: what carries activations, for which the next operator waits."""
     together: Mapping[Joint, float]
     """Bytes of the rest."""
 
@@ -227,7 +229,7 @@ class Everything:
             cold=group.uncached,
             moved=group.moved,
         )
-        sending = alone = 0.0
+        sending = alone = waited = 0.0
         together: dict[Joint, float] = defaultdict(float)
         for sent in done.sent:
             seconds = times * float(speeds.sending_s(sent, sizes))
@@ -239,6 +241,7 @@ class Everything:
                 )
             else:
                 alone += seconds
+                waited += seconds if MICRO in sent.amount.axes else 0.0
         starts = 0.0 if group.operator.kind in CHEAP else times
         heavy = group.operator.kind == "matmul"
         self._divides[way[:2]] = done.divided_by if heavy else ()
@@ -247,6 +250,7 @@ class Everything:
             sending=sending,
             starts=float(starts),
             alone=alone,
+            waited=waited,
             together=together,
         )
         return self._known[key]
@@ -278,7 +282,7 @@ class Everything:
         if zero >= 2:
             parameters = search.leaves("parameter", division, mesh, True)
             rest = further_division(parameters, division, question.loop_dims)
-        compute = sending = update = starts = 0.0
+        compute = sending = waited = update = starts = 0.0
         together: dict[Joint, float] = defaultdict(float)
         idle = {axis for axis, size in mesh.items() if size > 1}
         for number, group in enumerate(question.groups):
@@ -288,6 +292,7 @@ class Everything:
             update += found.computing / (fsdp if zero else 1) if updates else 0.0
             compute += 0.0 if updates else found.computing
             sending, starts = sending + found.alone, starts + found.starts
+            waited += found.waited
             for joint, more in found.together.items():
                 together[joint] += more
         speeds, sizes = MeshSpeeds(pool=self.pool, mesh=mesh), {**mesh, MICRO: parts}
@@ -300,7 +305,9 @@ class Everything:
                 sending += times * speeds.sending_s(one.sent, sizes)
         sending += self.together_s(together, mesh)
         seconds = compute + update + float(launch_s(device, starts))
-        seconds += float(added_s(device.efficiency, sending, compute))
+        order, behind = self.question.read_order, max(sending - waited, 0.0)
+        added = added_s(device.efficiency, behind, compute, order)
+        seconds += waited + float(added)
         num_bytes = self.num_bytes(division, mesh, zero, sizes)
         return Point(
             mesh=mesh, zero=zero, microbatches=parts,
