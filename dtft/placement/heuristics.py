@@ -709,8 +709,8 @@ def find_placement(
 
     Args:
         problem: tasks and nodes.
-        order: order in which tasks are placed: `rank` (HEFT, and the order of the
-            program), or `traversal` (only the order of the program).
+        order: which orders of tasks the greedy rule tries. `rank`: by upward rank
+            (HEFT), and as in the program. `traversal`: only as in the program.
         microbatches: the number of microbatches of a step.
         moves: the number of tries to move tasks to other nodes; None: 20,000 divided
             by the number of tasks, or 0 if this is below 20.

@@ -188,8 +188,9 @@ def given_up(world: WorldPlan, named: Collection[str]) -> list[int]:
     Args:
         world: the JAX processes that have trained last.
         named: the hosts that are the reason to form the job anew: lost, failed, or
-            leaving.
+            leaving. Hosts that have no process in the world are ignored.
 
+    >>> # A world that lasts gives index 0 to no host (`new_world`).
     >>> given_up(new_world(1, ("a", "b"), lasts=True, served=True), {"b", "z"})
     [2]
     """

@@ -159,7 +159,8 @@ def _arrays(times: UnitTimes) -> dict[str, list[float]]:
 def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> SpeedEstimator:
     """Makes the speed estimates of nodes (replicas) from recorded times.
 
-    A node that the record does not name gets times of 0.
+    A node that the record does not name counts as not measured: it gets 0 units and 0
+    steps under each recorded load.
 
     Args:
         recorded: the checkpoint item that `to_items` made.

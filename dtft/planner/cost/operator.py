@@ -221,8 +221,11 @@ class Away:
 def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
     """Computes bytes and seconds of arrays that are offloaded to host memory.
 
-    Arrays below `LEAST_OFFLOADED_BYTES` stay on the device. No copy is assumed to be
-    hidden: the copies wait for the gradients, which are computed last.
+    Each array is copied to the device and back once per step. The copies add their
+    whole time to the step, because they wait for the gradients, which are computed
+    last. The device has room for the arrays that are being copied or updated
+    (`NUM_UNDER_WAY`). Arrays below `LEAST_OFFLOADED_BYTES` stay on the device and are
+    not counted.
 
     Args:
         link: the link from a device to its host's memory.
