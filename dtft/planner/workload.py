@@ -401,7 +401,8 @@ class Workload:
     def changes(self, path: str) -> bool:
         """Returns whether a step changes the leaf of its arguments at a path.
 
-        False if the step's result has the same value at this path.
+        False if the step's result has the same value at this path. True if the result
+        has no value there, as for leaves of the batch.
         """
         return self.graph.outputs.get(path) != self.graph.inputs[path]
 

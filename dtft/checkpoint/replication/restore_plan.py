@@ -613,11 +613,12 @@ def _settled(
 ) -> Routes:
     """Moves the ends of routes (byte ranges with a sender) to where cells can be cut.
 
-    A cell (overlap of an old and a new slice) can be cut only at some offsets. A piece
-    between two such offsets that several senders share is sent by one of these senders.
-    The pieces are assigned one by one, the largest first. Each sender has a balance in
-    bytes: its shares of the pieces so far, minus the bytes of the pieces that were
-    assigned to the sender. The sender with the largest balance gets the piece.
+    A cell is the overlap of an old and a new slice, for all leaves of a bundle. It can
+    be cut only at some offsets; a piece is the bytes between two neighbouring ones. If
+    the given routes divide a piece among several senders, one of them sends the whole
+    piece instead. Pieces are assigned one by one, the largest first, each to the sender
+    that has received the fewest bytes beside what the given routes gave it: in the
+    pieces up to this one.
 
     Args:
         routes: the byte ranges of all cells in `absent`.

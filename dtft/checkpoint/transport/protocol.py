@@ -221,6 +221,9 @@ class Packed(list[Any]):
 def pack(header: Mapping[str, Any]) -> bytes:
     """Converts the header of a frame (a message) to msgpack, without the prefix.
 
+    The value of a key may be a `Packed` list, which is in msgpack already. The result
+    is the same as for a plain list.
+
     >>> pack({"hosts": Packed("ab")}) == pack({"hosts": ["a", "b"]})
     True
     """

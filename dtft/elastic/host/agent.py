@@ -546,16 +546,15 @@ class Agent:
             self._follower.obey(message)
 
     def _serve(self, ballot: tuple[int, int], server: str, size: int) -> None:
-        """Starts JAX's coordination service on this host, or ends a former one.
+        """Ends this host's JAX coordination service, and starts a new one if it serves.
 
-        Trainers connect to the service; together they form a new world, which replaces
-        the former one. Ignores an order of an earlier round than that of the last
-        order.
+        The leader orders this in each round, an attempt to form the job. An order of an
+        earlier round than the latest one is ignored. Trainers connect to the service;
+        together they form a new world, which replaces the former one.
 
         Args:
-            ballot: (term, number) of the round, an attempt to form the job.
-            server: name of the host that runs the new service; if it is another host,
-                only the former service is ended here.
+            ballot: (term, number) of the round.
+            server: name of the host that runs the new service.
             size: number of processes of the world.
         """
         if tuple(ballot) < self._served:

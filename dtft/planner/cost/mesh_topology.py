@@ -173,7 +173,11 @@ def members(
 def _sizes(
     levels: tuple[int, ...], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Computes the number of parts that each level joins, as `members` for one mesh.
+    """Computes how many members of one collective each level connects.
+
+    A member is a device, or on a higher level the group that contains it. The number
+    is 1 at a level that the collective does not cross. It is a mean, if the groups of a
+    level have unequal numbers of members. `members` computes it for many meshes.
 
     Args:
         levels: the number of devices or groups that each level joins, innermost first.

@@ -266,7 +266,7 @@ def _copies_left(graph: Graph, operator: Operator) -> bool:
 
 
 def _fused(graph: Graph, index: int, makers: Mapping[int, Operator]) -> set[int]:
-    """Returns the arrays that XLA reads when it copies value `index` in another order.
+    """Returns the arrays that XLA reads when it copies value `index` to another layout.
 
     XLA fuses the elementwise operators that compute the value into the copy, and
     recomputes them for other readers. Expensive functions (`_KEPT`) are not fused.
