@@ -1,4 +1,4 @@
-"""All-reduce with explicit axis names: XLA's collective, or one of known order.
+"""All-reduce over mesh axes: XLA's collective, or an algorithm of known sum order.
 
 Call `all_reduce` inside `jax.shard_map`. Under `jax.vmap` with an axis name only
 ``native``, ``ring``, and ``tree`` over a power of two devices work, because `ppermute`

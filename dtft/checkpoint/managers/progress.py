@@ -61,7 +61,7 @@ class ProgressBoard:
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Maps the file at `path`; with `create` it is created, or filled with zeros.
+        """Maps the file at `path`; `create` makes the file, or fills it with zeros.
 
         Raises:
             OSError: the file cannot be opened or created.

@@ -287,7 +287,11 @@ class LeafBundle:
 
     @functools.cached_property
     def ends(self) -> np.ndarray:
-        """[leaves + 1] int64: cumulative sums of `unit_bytes`, beginning with 0."""
+        """[leaves + 1] int64: cumulative sums of `unit_bytes`, beginning with 0.
+
+        Multiplied by the volume of a cell (`Cells.volume`), these are the offsets in
+        the cell where the bytes of each leaf begin and end.
+        """
         return np.concatenate([[0], np.cumsum(self.unit_bytes)])
 
     @property

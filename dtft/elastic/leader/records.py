@@ -154,9 +154,9 @@ class Records:
     def commit(self, commit: Commit) -> None:
         """Queues the write of a commit.
 
-        If the store has not recorded it after `PATIENCE_S` seconds, or fails to answer
-        before that, the callback `on_delayed` is called, so that training goes on. If
-        the store is `away`, that happens at once.
+        The callback `on_delayed` is called, so that training goes on, as soon as an
+        attempt to write fails, or after `PATIENCE_S` seconds without an answer of the
+        store. It is called at once if the store is known not to answer (`away`).
         """
         self.commits = [commit, *self._recorded][:KEPT_COMMITS]
         self._on_committing(commit.step)

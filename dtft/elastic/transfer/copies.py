@@ -71,12 +71,12 @@ class Copies:
             keep: the step to restore. Other holders with copies of this step drop later
                 steps and stay until `committed` is called; all other holders are
                 closed. None: every other holder is closed.
-            epoch: (generation, attempt) of the order that needs the holder; by default
-                that of the newest order.
+            epoch: (generation, attempt) of the leader's command to this host that needs
+                the holder; by default that of the newest command.
 
         Raises:
-            OSError: not enough memory for a new arena, or the order is not the newest
-                any more.
+            OSError: not enough memory for a new arena, or a newer command of the leader
+                has arrived.
         """
         with self._lock:
             if epoch is not None and epoch < self.epoch:

@@ -155,8 +155,8 @@ def computing_s(
 def _across(work: OperatorWork, sizes: Sizes) -> Any:
     """Computes the number of elements that one device reads with a stride.
 
-    Elements of a transposed matmul (`OperatorWork.turned`) count only if an axis
-    divides its contracted dim: XLA then cannot merge matmul and transpose.
+    The elements of a matmul's transposed result (`OperatorWork.turned`) count only if a
+    mesh axis divides the contracted dim: XLA then cannot merge matmul and transpose.
     """
     read = work.strided.at(sizes)
     if work.turned_by:

@@ -360,8 +360,9 @@ def attention(case: Case) -> Linked:
 def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
     """Derives the dims of an equation's results from the dims of its operands.
 
-    Uses the rule of the equation's primitive, or else the letters of a registered
-    kernel (`_named`), or else the elementwise rule (`_alike`).
+    Uses the rule of the equation's primitive. A registered kernel may name its dims by
+    letters, as in einsum (`_named`). All other equations have the elementwise rule
+    (`_alike`).
 
     Args:
         dims: all dims of the program; joined in place.

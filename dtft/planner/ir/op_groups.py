@@ -486,13 +486,13 @@ def _waits(operator: Operator) -> bool:
 def _moved(
     graph: Graph, operators: list[Operator], readers: Mapping[int, int]
 ) -> float:
-    """Returns the bytes that cheap operators over the same dims move in a step.
+    """Returns the bytes that cheap operators over the same dims read and write.
 
-    These are the bytes that they read and write. In the update, the operators are one
-    fused loop: only values that enter or leave the loop count. In the other regions,
-    all operands and results of each operator count; `OpGroup.moved`, or
-    `Efficiency.fuse` on CPU, later reduces their bytes. `readers` counts for each value
-    the operators that read it.
+    In the optimizer's update, the operators are one fused loop: only values that enter
+    or leave the loop count. In the forward and the backward pass, all operands and
+    results of each operator count; the factor `OpGroup.moved` (on CPU
+    `Efficiency.fuse`) then leaves out the bytes that fusion saves. `readers` counts for
+    each value the operators that read it.
     """
     if region(operators[0]) != "update":
         return sum(graph.bytes_of(op) * op.trips for op in operators)
