@@ -820,6 +820,8 @@ class Sums:
     waited: Total
     """The seconds in `sending` of collectives of activations, which the next operator
     waits for."""
+    waited_together: dict[Bundle, Total]
+    """The part of `together` that carries activations."""
     starts: Total
     together: dict[Bundle, Total]
     """For each bundle (collectives that the compiler may combine), the bytes of all its
@@ -838,6 +840,7 @@ def sum_prices(ways: Iterable[PricedOp]) -> Sums:
         optimizer=Total(),
         sending=Total(),
         waited=Total(),
+        waited_together={},
         starts=Total(),
         together={},
     )
@@ -848,11 +851,13 @@ def sum_prices(ways: Iterable[PricedOp]) -> Sums:
         for done, alone, bundled in zip(
             way.work.sent, way.sending, way.bundles, strict=True
         ):
-            if bundled is None or not bundled[0].is_one:
-                totals.sending.add(*alone)
-                if MICRO in done.amount.axes:
-                    totals.waited.add(*alone)
-            if bundled is not None:
-                found, num_bytes = bundled
-                totals.together.setdefault(found, Total()).add(*num_bytes)
+            into = [(totals.sending, totals.together)]
+            if MICRO in done.amount.axes:
+                into.append((totals.waited, totals.waited_together))
+            for sent, together in into:
+                if bundled is None or not bundled[0].is_one:
+                    sent.add(*alone)
+                if bundled is not None:
+                    found, num_bytes = bundled
+                    together.setdefault(found, Total()).add(*num_bytes)
     return totals

@@ -431,7 +431,10 @@ class PlanSearch:
             points = resting.prices.columns.of[rows]
             compute = total.compute.at(points)
             zero, fsdp = space.columns["zero"][rows], space.columns["fsdp"][rows]
-            waited = total.waited.at(points)
+            (together,) = resting.prices.rates.together_s(
+                [(total.waited_together, points)]
+            )
+            waited = total.waited.at(points) + together
             behind = np.maximum(sending - waited, 0.0)
             added = added_s(
                 device.efficiency, behind, compute, self.question.read_order

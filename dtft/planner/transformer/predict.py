@@ -60,11 +60,11 @@ A100_SCALES = Scales(
 `experiments/data/bigscience_176b_a100.csv` with 72 layers of 14336 (A100 80 GB)."""
 
 H100_SCALES = Scales(
-    matmul=1.0568,
-    memory=0.9679,
-    launch=26.484,
-    fast_link=1.3011,
-    network=0.7449,
+    matmul=1.0542,
+    memory=0.9828,
+    launch=23.608,
+    fast_link=1.3328,
+    network=0.7306,
     next_stage=0.7116,
 )
 """Factors fitted to the 70 bfloat16 rows of `experiments/data/llmfoundry_fsdp.csv` on

@@ -200,7 +200,7 @@ def test_what_was_measured_may_be_kept() -> None:
 
 
 def test_the_software_of_a_row_is_priced() -> None:
-    """Kernels of PyTorch move more than XLA's, and nothing hides its collectives."""
+    """Kernels of PyTorch move more than XLA's; collectives of activations wait."""
     text = f"{HEADER},software\n" + "".join(
         f"{ROW},{name}\n" for name in ("", "megatron", "eager", "xla")
     )
@@ -210,7 +210,7 @@ def test_the_software_of_a_row_is_priced() -> None:
     # JAX leaves out what no gradient needs; the scalars are those of PyTorch.
     assert xla.terms["matmul"] < eager.terms["matmul"] / scales_of("a100").matmul
     assert eager.terms["elementwise"] < megatron.terms["elementwise"]  # no dropout
-    assert xla.terms["tensor"] == 0 < eager.terms["tensor"]
+    assert min(xla.terms["tensor"], eager.terms["tensor"]) > 0
     said = "row 1 .*column software: 'torch'. Allowed: megatron, eager, xla"
     with pytest.raises(ValueError, match=said):
         predict_table(f"{HEADER},software\n{ROW},torch\n", "a100")

@@ -120,6 +120,8 @@ class Taken:
     """Of `alone`: what carries activations, for which the next operator waits."""
     together: Mapping[Joint, float]
     """Bytes of the rest."""
+    passing: Mapping[Joint, float]
+    """Of `together`: what carries activations."""
 
 
 class Everything:
@@ -231,14 +233,16 @@ class Everything:
         )
         sending = alone = waited = 0.0
         together: dict[Joint, float] = defaultdict(float)
+        passing: dict[Joint, float] = defaultdict(float)
         for sent in done.sent:
             seconds = times * float(speeds.sending_s(sent, sizes))
             sending += seconds
             if group.last and self.joins(sent.kind):
                 own = sent.kind, real(sent.axes, mesh), runs(done, sizes)
-                together[*own, group.region == "update"] += (
-                    group.times * sent.amount.at(sizes)
-                )
+                more = group.times * sent.amount.at(sizes)
+                together[*own, group.region == "update"] += more
+                if MICRO in sent.amount.axes:
+                    passing[*own, group.region == "update"] += more
             else:
                 alone += seconds
                 waited += seconds if MICRO in sent.amount.axes else 0.0
@@ -252,6 +256,7 @@ class Everything:
             alone=alone,
             waited=waited,
             together=together,
+            passing=passing,
         )
         return self._known[key]
 
@@ -284,6 +289,7 @@ class Everything:
             rest = further_division(parameters, division, question.loop_dims)
         compute = sending = waited = update = starts = 0.0
         together: dict[Joint, float] = defaultdict(float)
+        passing: dict[Joint, float] = defaultdict(float)
         idle = {axis for axis, size in mesh.items() if size > 1}
         for number, group in enumerate(question.groups):
             found = self.group(number, chosen, mesh, parts, rest)
@@ -295,6 +301,8 @@ class Everything:
             waited += found.waited
             for joint, more in found.together.items():
                 together[joint] += more
+            for joint, more in found.passing.items():
+                passing[joint] += more
         speeds, sizes = MeshSpeeds(pool=self.pool, mesh=mesh), {**mesh, MICRO: parts}
         for one in search.moved(division, mesh, zero):
             times = one.how.messages * (parts if one.how.per_microbatch else 1)
@@ -304,6 +312,7 @@ class Everything:
             else:
                 sending += times * speeds.sending_s(one.sent, sizes)
         sending += self.together_s(together, mesh)
+        waited += self.together_s(passing, mesh)
         seconds = compute + update + float(launch_s(device, starts))
         order, behind = self.question.read_order, max(sending - waited, 0.0)
         added = added_s(device.efficiency, behind, compute, order)
