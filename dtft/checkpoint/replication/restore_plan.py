@@ -616,9 +616,9 @@ def _settled(
     A cell is the overlap of an old and a new slice, for all leaves of a bundle. It can
     be cut only at some offsets; a piece is the bytes between two neighbouring ones. If
     the given routes divide a piece among several senders, one of them sends the whole
-    piece instead. Pieces are assigned one by one, the largest first, each to the sender
-    that has received the fewest bytes beside what the given routes gave it: in the
-    pieces up to this one.
+    piece instead. Pieces are assigned one by one, the largest first. Each goes to the
+    sender that is furthest behind: counted over the pieces up to this one, the bytes
+    that the given routes gave it exceed the bytes assigned to it by the most.
 
     Args:
         routes: the byte ranges of all cells in `absent`.
