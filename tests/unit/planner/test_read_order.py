@@ -117,7 +117,7 @@ def _loss(params: Any, batch: Any) -> jax.Array:
     return (x * x).mean()
 
 
-def _terms(**pins: int) -> tuple[float, float]:
+def _terms(**pins: Any) -> tuple[float, float]:
     """Seconds of collectives as priced, and of all of them by themselves."""
     width = 4096
     layer = (
