@@ -133,7 +133,8 @@ def _of_links(
     busy = [0.0] * len(pool.levels)
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
     for one in sent:
-        axes = tuple(axis for axis in one.op.axes if sizes.get(axis, 1) > 1)
+        # `MICRO` is no axis of the mesh: microbatches run one after another.
+        axes = tuple(a for a in one.op.axes if candidate.mesh.get(a, 1) > 1)
         if not axes:
             continue
         group = group_of(pool, candidate.mesh, axes)

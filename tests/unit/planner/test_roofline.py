@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dtft
 from dtft.planner.cluster import Accuracy, Cluster, CollectiveKind, Curve, Link, Pool
 from dtft.planner.cluster.hardware import LinkKind
 from dtft.planner.cost import DeviceGroup, collective_s, links_at_peak_s
@@ -291,3 +292,23 @@ def test_a_plan_of_an_older_file_has_none() -> None:
     assert (old.roofline_s, old.bound_by) == (0.0, "")
     assert not bound(old).rows and len(bound(old).notes) == 1
     assert bound(replace(old, bound_s=0.0)).notes == ("none is known",)
+
+
+@pytest.mark.parametrize("cluster", ["1xh100", "8xh100", "8xcpu"])
+def test_a_loss_across_examples_has_a_roofline(cluster: str) -> None:
+    """Its collectives gather the batch, also over microbatches."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        logits = (batch["x"] @ params["a"]) @ (batch["x"] @ params["b"]).T
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(logits)))
+
+    side = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    plan = dtft.plan(
+        loss=loss,
+        optimizer=optax.adam(1e-3),
+        params={"a": side, "b": side},
+        batch={"x": jax.ShapeDtypeStruct((1024, 512), jnp.float32)},
+        cluster=cluster,
+        microbatches=2,
+    )
+    assert 0 < plan.roofline_s <= plan.prediction.step_s
