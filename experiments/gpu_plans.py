@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the ResNet is the tests' o
 from dtft.parallel.planning import Runner, in_turns  # noqa: E402
 from dtft.planner.cluster import Cluster, parse_pool  # noqa: E402
 from dtft.planner.plan import Plan  # noqa: E402
-from dtft.planner.search import decide, next_best  # noqa: E402
+from dtft.planner.search import best_of, next_best  # noqa: E402
 from dtft.planner.transformer import concordance  # noqa: E402
 from dtft.planner.types import Remat  # noqa: E402
 from dtft.planner.workload import Workload, of_loss  # noqa: E402
@@ -67,11 +67,6 @@ class Measurement:
         """Seconds of a step: median of the turns."""
         return median(self.turns_s)
 
-    @property
-    def key(self) -> tuple[str, int, str]:
-        """Names the plan: device, microbatches, policy."""
-        return self.device, self.microbatches, self.remat
-
 
 def models() -> dict[str, dict[str, Any]]:
     """The arguments of `dtft.plan`, by name of the model."""
@@ -105,10 +100,7 @@ def plans(question: Workload, cluster: Cluster) -> dict[tuple[int, str], Plan]:
     """All plans that fit, by microbatches and policy, the fastest one first."""
     found = {}
     for policy in POLICIES:
-        try:
-            decision = decide(question, cluster, {"remat": policy, "zero": 0})
-        except ValueError:  # none of this policy fits
-            continue
+        decision = best_of(question, cluster, {"remat": policy, "zero": 0})
         for one in next_best(decision, 100):
             found[one.plan.knobs.microbatches, policy] = one.plan
     return dict(sorted(found.items(), key=lambda item: item[1].prediction.step_s))

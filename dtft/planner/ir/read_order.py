@@ -60,12 +60,11 @@ def find_read_order(graph: Graph, parameters: Iterable[int]) -> tuple[ReadPoint,
 def _first_reads(
     graph: Graph, parameters: Iterable[int]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yields when parameters are first read: the parameter, a time, and a share.
+    """Yields (parameter, t, share): the share of the parameter first read at time t.
 
-    The time is a share of the forward pass, and the share is that of the parameter that
-    is read no earlier. A parameter that a loop slices has two entries: its first slice,
-    and all others, which are read no later than the last one. Operators that only cast
-    or move a parameter do not read it.
+    Times are shares of the forward pass. A parameter that a loop slices has two
+    entries: its first slice, and all other slices at the time of the last one.
+    Operators that only cast or move a parameter do not read it.
     """
     inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
     source: dict[int, tuple[int, int | None]] = {

@@ -97,7 +97,7 @@ def test_megatron_splits(carried: list[Transfer]) -> None:
     here, and 39B by 12 % with tp=4 and 12 virtual stages."""
     apart = {t.published.name for t in carried if t.split_ratio > 1.1}
     assert apart == {"18B", "39B"}
-    assert max(t.split_ratio for t in carried) < 1.18
+    assert max(t.split_ratio for t in carried) < 1.171
 
 
 @pytest.mark.parametrize("rule", TRANSFERS)
@@ -118,21 +118,21 @@ def test_llm_foundry() -> None:
     """A100, nothing fitted here; and H100, fitted to the same rows: target 12 %."""
     rows = [p for p in llm_foundry() if p.group.startswith("a100")]
     times = costs_of(rows).step_s(elsewhere(A100_SCALES).vector())
-    assert np.median(np.abs(times / seconds_of(rows) - 1)) < 0.11
+    assert np.median(np.abs(times / seconds_of(rows) - 1)) < 0.095
     own = h100_rows()
     times = costs_of(own).step_s(elsewhere(H100_SCALES).vector())
-    assert np.median(np.abs(times / seconds_of(own) - 1)) < 0.09
+    assert np.median(np.abs(times / seconds_of(own) - 1)) < 0.07
 
 
 def test_rows_of_8_bits_have_the_peak_of_8_bits() -> None:
-    """They are 17 % too fast then: what casts and scales take is not priced."""
+    """They are 16 % too fast then: what casts and scales take is not priced."""
     rows = fp8_rows()
     assert len(rows) == 7
     scales = elsewhere(H100_SCALES).vector()
     costs, wide = costs_of(rows), costs_of(as_bfloat16(rows))
-    assert (costs.terms(scales)["matmul"] < 0.95 * wide.terms(scales)["matmul"]).all()
+    assert (costs.terms(scales)["matmul"] < 0.925 * wide.terms(scales)["matmul"]).all()
     errors = costs.step_s(scales) / seconds_of(rows) - 1
-    assert np.median(np.abs(errors)) < 0.2
+    assert np.median(np.abs(errors)) < 0.16
 
 
 @pytest.mark.more
@@ -159,31 +159,35 @@ def test_the_kept_errors_are_those_of_rows_that_no_fit_saw() -> None:
         assert kept.below == pytest.approx(found.below, abs=2e-3)
 
 
+MISSED = {
+    ("BigScience", FROM_RUNS),  # 95.2 %
+    ("Megatron", FROM_CATALOG),  # all 10 rows, thrice
+    ("Megatron", FROM_OTHERS),
+    ("Megatron", FROM_RUNS),
+    (H100_TABLE, FROM_OWN),  # 97.1 %
+    (H100_TABLE, FROM_RUNS),  # 97.1 %
+}
+"""Tables and levels of which more than the target of 95 % are held."""
+LEVELS = (
+    *(
+        (table, level)
+        for table in ("BigScience", "Megatron", "llm-foundry", H100_TABLE)
+        for level in (FROM_CATALOG, FROM_OTHERS, FROM_RUNS)
+    ),
+    (H100_TABLE, FROM_OWN),
+)
+
+
 @pytest.mark.more
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("table", "level", "least", "most"),
-    [
-        # Target: 75 to 95 %. Missed: Megatron (all 10 rows), BigScience from its own
-        # runs (95.2 %), and H100 from its device's scalars or its own runs (97.1 %).
-        ("BigScience", FROM_CATALOG, 0.75, 0.95),
-        ("BigScience", FROM_OTHERS, 0.75, 0.95),
-        ("BigScience", FROM_RUNS, 0.75, 0.96),
-        ("Megatron", FROM_CATALOG, 0.75, 1.0),
-        ("Megatron", FROM_OTHERS, 0.75, 1.0),
-        ("Megatron", FROM_RUNS, 0.75, 1.0),
-        ("llm-foundry", FROM_CATALOG, 0.75, 0.95),
-        ("llm-foundry", FROM_OTHERS, 0.75, 0.95),
-        ("llm-foundry", FROM_RUNS, 0.75, 0.95),
-        (H100_TABLE, FROM_CATALOG, 0.75, 0.95),
-        (H100_TABLE, FROM_OTHERS, 0.75, 0.95),
-        (H100_TABLE, FROM_OWN, 0.75, 0.98),
-        (H100_TABLE, FROM_RUNS, 0.75, 0.98),
-    ],
-)
-def test_intervals_of_tables_they_were_not_made_with(
-    table: str, level: str, least: float, most: float
-) -> None:
+@pytest.mark.parametrize(("table", "level"), LEVELS)
+def test_intervals_of_tables_they_were_not_made_with(table: str, level: str) -> None:
+    """Target: 75 to 95 % held, and a median half width of at most 20 %."""
     found = interval_coverage(table)[level]
-    assert least <= found.held <= most
+    assert 0.75 <= found.held
     assert found.half_width <= 0.2
+    if (table, level) in MISSED:
+        assert 0.95 < found.held <= 1.0  # take it out of `MISSED` once it is met
+        assert table == "Megatron" or found.held <= 0.98
+    else:
+        assert found.held <= 0.95
