@@ -1,8 +1,7 @@
 """Set before the first device is touched: CPU, eight devices, strict promotion.
 
-Programs are compiled fast, and each of them once for all processes of tests. Neither
-changes what XLA does with a program, only how good the machine code is; `make drills`
-runs programs as users do.
+Programs are compiled fast (`support/fast_compilation.py`), and each of them once for
+all processes of tests. `make drills` runs programs as users compile them.
 """
 
 import gc
@@ -20,7 +19,9 @@ from hypothesis import HealthCheck, settings
 from dtft._jax_internals import share_cached_programs
 from dtft.elastic.processes import free_port
 from dtft.elastic.store.embedded import EmbeddedEtcd
+from tests.support.fast_compilation import SWITCH, with_fast_flags, without_fast_flags
 
+os.environ["XLA_FLAGS"] = with_fast_flags(os.environ.get("XLA_FLAGS", ""))
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -78,6 +79,13 @@ def fast_programs() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def default_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts compile programs as users compile them."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv("XLA_FLAGS", without_fast_flags(os.environ["XLA_FLAGS"]))
 
 
 @pytest.fixture

@@ -46,12 +46,17 @@ HOST_MEMORY = "S(5)"
 """In XLA's layouts."""
 
 
+AS_USERS = {"xla_cpu_use_fusion_emitters": True}
+"""Without it, as in all tests, XLA makes loops of some operators."""
+
+
 @functools.cache
 def compiled(
     loss: Callable[..., Any],
     axes: tuple[tuple[str, int], ...],
     knobs: Knobs | None = None,
     adam: bool = False,
+    as_users: bool = False,
 ) -> str:
     """The text of a planned step."""
     optimizer = optax.adam(0.1) if adam else optax.sgd(0.1)
@@ -59,7 +64,8 @@ def compiled(
     plan = plan_of(params, batch, optimizer, mesh, knobs)
     devices = jax.devices()[: int(np.prod(list(mesh.values())))]
     step = make_step(loss, optimizer, plan, devices=devices)
-    return step.lower(params, batch).compile().as_text() or ""
+    options = AS_USERS if as_users else None
+    return step.lower(params, batch).compile(options).as_text() or ""
 
 
 def operations(text: str) -> list[Operation]:
@@ -92,8 +98,8 @@ def loops(text: str) -> list[Operation]:
 
 def test_microbatches_are_a_loop_of_so_many_trips() -> None:
     two = (("replica", 2),)
-    assert not loops(compiled(unrolled_loss, two))
-    (loop,) = loops(compiled(unrolled_loss, two, Knobs(microbatches=4)))
+    assert not loops(compiled(unrolled_loss, two, as_users=True))
+    (loop,) = loops(compiled(unrolled_loss, two, Knobs(microbatches=4), as_users=True))
     assert loop.trips == 4
     # 16 rows over 2 replicas and 4 parts; each device has the parts of its own rows.
     assert (4, 2, 6) in [array.shape for array in loop.arrays]
@@ -140,7 +146,8 @@ def test_zero_1_divides_the_optimizer_state() -> None:
 
 def test_zero_2_divides_gradients_where_they_are_made() -> None:
     def backward(zero: Any) -> Counter[tuple[int, ...]]:
-        text = compiled(layers_loss, (("replica", 8),), Knobs(zero=zero), adam=True)
+        axes, knobs = (("replica", 8),), Knobs(zero=zero)
+        text = compiled(layers_loss, axes, knobs, adam=True, as_users=True)
         (loop,) = [loop for loop in loops(text) if "transpose(" in loop.source]
         return Counter(array.shape for array in loop.arrays)
 

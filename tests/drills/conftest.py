@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FAST = "JAX_DISABLE_MOST_OPTIMIZATIONS"
-"""What `make test` sets: code that is made fast instead of fast code."""
+from tests.support.fast_compilation import SWITCH, without_fast_flags
 
 
 @pytest.fixture(scope="session")
@@ -18,13 +17,16 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[st
     Programs that are compiled otherwise end with other bits: they have their own run.
     """
     root = tmp_path_factory.mktemp("controls")
-    return lambda name: ["--control", str(root / os.environ.get(FAST, "0") / name)]
+    return lambda name: ["--control", str(root / os.environ.get(SWITCH, "0") / name)]
 
 
-@pytest.fixture
-def default_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are compiled as users compile them, also in `make test`."""
-    monkeypatch.delenv(FAST, raising=False)
+@pytest.fixture(scope="session", autouse=True)
+def flags_of_make_drills() -> Iterator[None]:
+    """Programs are compiled as users compile them, except in `make test`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if SWITCH not in os.environ:
+            patch.setenv("XLA_FLAGS", without_fast_flags(os.environ["XLA_FLAGS"]))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,6 +23,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dtft.checkpoint import ReplicatedCheckpointManager, ReplicatedOptions
+from tests.support.json_lines import keep_stdout, say
 
 STORAGE_INTERVAL = 10
 
@@ -92,6 +93,7 @@ def make(mesh: jax.sharding.Mesh, turned: bool) -> tuple[Any, Any]:
 def main(
     directory: Path, coordinator: str, processes: int, index: int, steps: int, mode: str
 ) -> None:
+    keep_stdout()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         coordinator, processes, index, heartbeat_timeout_seconds=10
@@ -116,7 +118,7 @@ def main(
         if not turned:
             bare = manager.restore(latest)  # onto the shardings that it had
             found["bare"] = leaf_digests(bare) == leaf_digests(tree)
-    print(json.dumps(found), flush=True)
+    say(**found)
     rows = NamedSharding(mesh, PartitionSpec("data"))
     for step in range(start, start + steps):
         numbers = np.random.default_rng(step).normal(size=(6, 12)).astype(np.float32)
@@ -131,10 +133,10 @@ def main(
         (directory / "digests" / f"whole.{index}").write_text(
             json.dumps(whole_digests(tree, mesh))
         )
-        print(json.dumps({"index": index, "waits": True}), flush=True)
+        say(index=index, waits=True)
         time.sleep(600)
     manager.close()
-    print(json.dumps({"index": index, "closed": True}), flush=True)
+    say(index=index, closed=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def exporters() -> Iterator[list[Process]]:
         one.end()
 
 
+@pytest.mark.usefixtures("default_flags")
 def test_world_of_one_writes_every_bit(
     tmp_path: Path, exporters: list[Process]
 ) -> None:
@@ -65,6 +66,7 @@ def test_world_of_one_writes_every_bit(
     assert StorageTier(tmp_path / "storage").all_steps() == (7, 8)
 
 
+@pytest.mark.usefixtures("default_flags")
 def test_world_of_two_writes_one_checkpoint(
     tmp_path: Path, exporters: list[Process], free_port: int
 ) -> None:

@@ -26,6 +26,7 @@ class Process:
     ) -> None:
         self.index, self._everyone = index, everyone
         self.said: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._telling = threading.Lock()  # each process' thread tells the others keys
         self.process = subprocess.Popen(
             [sys.executable, "-m", WORKER, str(index), str(SIZE), address],
             stdin=subprocess.PIPE,
@@ -37,8 +38,6 @@ class Process:
     def _hear(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if not line.startswith("{"):
-                continue  # gloo prints, too
             said = json.loads(line)
             if said["op"] != "keys":
                 self.said.put(said)
@@ -50,8 +49,9 @@ class Process:
 
     def tell(self, **command: Any) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
+        with self._telling:
+            self.process.stdin.write(json.dumps(command) + "\n")
+            self.process.stdin.flush()
 
     def hear(self, limit_s: float = 60.0) -> dict[str, Any]:
         return self.said.get(timeout=limit_s)

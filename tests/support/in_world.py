@@ -16,11 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dtft._jax_internals import meet, share_cached_programs, told_by
 from dtft.train.world import World, broken_collective
 from tests.support.cache_hits import cache_hits
-
-
-def say(op: str, **fields: Any) -> None:
-    """Prints one message."""
-    print(json.dumps({"op": op, **fields}), flush=True)
+from tests.support.json_lines import keep_stdout, say
 
 
 def add(world: World, indices: list[int], turn: int, times: int) -> float:
@@ -41,17 +37,18 @@ def add(world: World, indices: list[int], turn: int, times: int) -> float:
 
 def main() -> None:
     """Joins the world of the arguments, and serves commands."""
+    keep_stdout()
     index, size, address = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     share_cached_programs()
     loaded = contextlib.ExitStack().enter_context(cache_hits())
-    world = World(lambda keys: say("keys", keys=dict(keys)))
+    world = World(lambda keys: say(op="keys", keys=dict(keys)))
     commands = Queue[dict[str, Any]]()
     seat = {"number": 1, "address": address, "size": size, "index": index}
     limits = {"heartbeat_s": 10.0, "start_s": 60.0, "devices": 4, "lasts": True}
     world.join(seat | limits)
-    say("joined", number=world.number)
+    say(op="joined", number=world.number)
 
     def listen() -> None:
         for line in sys.stdin:
@@ -71,16 +68,19 @@ def main() -> None:
         try:
             if op == "meet":
                 meet(command["name"], command["indices"], command["limit_s"])
-                say("met")
+                say(op="met")
             elif op == "broadcast":
-                say("told", text=told_by(**command, text=f"of {index}", timeout_s=20.0))
+                say(
+                    op="told",
+                    text=told_by(**command, text=f"of {index}", timeout_s=20.0),
+                )
             elif op == "cache":
                 world.write_compilation_cache(**command)
             else:
-                say("sum", sum=add(world, **command), loaded=len(loaded))
+                say(op="sum", sum=add(world, **command), loaded=len(loaded))
         except (jax.errors.JaxRuntimeError, ValueError, TimeoutError) as error:
             is_known = isinstance(error, TimeoutError) or broken_collective(error)
-            say("broken" if is_known else "error", error=str(error))
+            say(op="broken" if is_known else "error", error=str(error))
 
 
 if __name__ == "__main__":
