@@ -236,6 +236,15 @@ def arrays(case: Case) -> tuple[Any, Any]:
     return params, {"x": tokens, "y": tokens}
 
 
+def tokens_of(case: Case) -> dict[str, np.ndarray]:
+    """A batch of random tokens."""
+    rng, high = np.random.default_rng(0), min(TOKENS, case.vocabulary)
+    return {
+        name: rng.integers(0, high, shape.shape, shape.dtype)
+        for name, shape in arrays(case)[1].items()
+    }
+
+
 def loss_of(case: Case, *, cudnn: bool) -> Callable[[Any, Any], jax.Array]:
     """The loss: cross entropy of the next token.
 
@@ -313,17 +322,10 @@ def measure(case: Case, *, cudnn: bool) -> Measurement:
         cudnn: as in `loss_of`.
     """
     loss, solver = loss_of(case, cudnn=cudnn), optimizer()
-    shapes, batch_shapes = arrays(case)
-    rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda s: jax.random.normal(jax.random.key(1), s.shape) * 0.02, shapes
+        lambda s: jax.random.normal(jax.random.key(1), s.shape) * 0.02, arrays(case)[0]
     )
-    batch = jax.tree.map(
-        lambda s: jnp.asarray(
-            rng.integers(0, min(TOKENS, case.vocabulary), s.shape, np.int32)
-        ),
-        batch_shapes,
-    )
+    batch = jax.tree.map(jnp.asarray, tokens_of(case))
     state = jax.jit(solver.init)(params)
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:

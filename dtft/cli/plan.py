@@ -17,6 +17,7 @@ from dtft.parallel.planning import (
     PlannerInputs,
     RunnablePlan,
     asked_of,
+    first_batch,
     first_fitting,
     plan,
     trial_section,
@@ -57,7 +58,7 @@ def run(options: "PlanCommand", experiment: Experiment) -> int:
         calibration=calibration,
         what_if=options.what_if,
     )
-    found, checked = _checked(found, asked, options)
+    found, checked = _checked(found, asked, options, experiment)
     show(found, checked)
     if options.json:
         _write(options.json, found.to_json())
@@ -85,19 +86,24 @@ def _check_flags(options: "PlanCommand", calibration: str | None) -> None:
 
 
 def _checked(
-    found: RunnablePlan, asked: PlannerInputs, options: "PlanCommand"
+    found: RunnablePlan,
+    asked: PlannerInputs,
+    options: "PlanCommand",
+    experiment: Experiment,
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
     """Returns the plan that --trial or --verify chooses, and report sections about it.
 
     `found` is the plan with the best prediction, `asked` what was planned. --trial runs
-    the best plans here and takes the fastest. --verify compiles the best plans and
-    takes the best one that fits. Without either flag returns `found` alone.
+    the best plans here, with the first rows of the config's data, and takes the
+    fastest. --verify compiles the best plans and takes the best one that fits. Without
+    either flag returns `found` alone.
     """
     decision = found.decision
     if decision is None:
         return found, ()
     if options.trial:
-        tried = try_plans(decision, vars(asked), options.trial)
+        given = vars(asked) | {"batch": first_batch(experiment)}
+        tried = try_plans(decision, given, options.trial)
         best = RunnablePlan.of(tried[0].plan, tried[0].decision)
         return best, (trial_section(tried),)
     if options.verify:

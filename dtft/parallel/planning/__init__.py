@@ -16,7 +16,7 @@ from dtft._lazy import attributes
 
 if TYPE_CHECKING:
     from dtft.parallel.planning.api import RunnablePlan, plan
-    from dtft.parallel.planning.auto import PlannerInputs, asked_of
+    from dtft.parallel.planning.auto import PlannerInputs, asked_of, first_batch
     from dtft.parallel.planning.calibration_log import (
         PLAN_TIMES_FILE,
         append_past_run,
@@ -57,6 +57,7 @@ _PUBLIC = {
     "check_like": "inputs",
     "check_optimizer": "inputs",
     "choose": "choice",
+    "first_batch": "auto",
     "first_fitting": "verify",
     "in_turns": "trial",
     "jit_plan": "planned_step",
@@ -87,6 +88,7 @@ __all__ = [
     "check_like",
     "check_optimizer",
     "choose",
+    "first_batch",
     "first_fitting",
     "in_turns",
     "jit_plan",

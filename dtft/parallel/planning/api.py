@@ -273,7 +273,8 @@ def plan(
         what_if: whether the search includes settings that dtft cannot run for these
             arguments or on the cluster's platform.
         trial: number of best plans that are run on the devices here; the fastest is
-            selected. 0 runs none.
+            selected. 0 runs none. Give a `batch` of arrays where it has indices: those
+            of a ShapeDtypeStruct are 0 and 1, and equal indices take longer on a GPU.
         verify: number of best plans that are compiled, for devices that need not exist;
             the first plan whose compiled memory fits is selected. 0 compiles none.
         **pins: settings that the search must keep: sizes of axes (`tensor=8`),

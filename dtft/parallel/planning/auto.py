@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dtft.config import Experiment
@@ -61,14 +62,22 @@ def asked_of(experiment: Experiment) -> PlannerInputs:
     )
 
 
+def first_batch(experiment: Experiment) -> dict[str, np.ndarray]:
+    """The first rows of a config's data: a global batch, by the name of the array."""
+    return _rows(experiment, experiment.data.global_batch)
+
+
 def _abstract_batch(experiment: Experiment) -> dict[str, jax.ShapeDtypeStruct]:
-    row = make_datasets(experiment.data, experiment.seed).train.batch([0])
     rows = experiment.data.global_batch
     return {
         name: jax.ShapeDtypeStruct((rows, *column.shape[1:]), column.dtype)
-        for name, column in row.items()
-        if name != "id"
+        for name, column in _rows(experiment, 1).items()
     }
+
+
+def _rows(experiment: Experiment, num: int) -> dict[str, np.ndarray]:
+    columns = make_datasets(experiment.data, experiment.seed).train.batch(range(num))
+    return {name: column for name, column in columns.items() if name != "id"}
 
 
 def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:

@@ -20,7 +20,7 @@ SMALL = gpu_steps.Case(
 
 
 def given() -> dict[str, Any]:
-    params, batch = gpu_steps.arrays(SMALL)
+    params, batch = gpu_steps.arrays(SMALL)[0], gpu_steps.tokens_of(SMALL)
     loss = gpu_steps.loss_of(SMALL, cudnn=False)
     optimizer = gpu_steps.optimizer()
     return {"loss": loss, "optimizer": optimizer, "params": params, "batch": batch}

@@ -4,11 +4,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import dtft
 from dtft.cli.dispatch import main
+from dtft.config.loading import parse_experiment
+from dtft.parallel.planning import asked_of, first_batch
 from dtft.parallel.planning.trial import Runner, in_turns, trial_section, try_plans
 
 WIDTH = 16
@@ -48,6 +51,17 @@ def test_a_plan_of_either_entry_is_run_from_shapes(given: dict[str, Any]) -> Non
     runner = Runner(plan, given)
     (times,) = in_turns([runner], rounds=3, turn_s=0.0)
     assert len(times) == 3 and min(times) > 0
+
+
+def test_the_trial_of_a_config_reads_its_data() -> None:
+    """Equal indices would take longer on a GPU than those that a run has."""
+    experiment = parse_experiment("chars_transformer", [])
+    shapes, rows = asked_of(experiment).batch, first_batch(experiment)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), rows) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes
+    )
+    tokens = rows["tokens"]
+    assert len(np.unique(tokens)) > 20 and (tokens[0] != tokens[1]).any()
 
 
 @pytest.mark.parametrize(
