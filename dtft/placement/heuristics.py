@@ -329,12 +329,12 @@ class Climb:
     def _first(
         self, node_of: list[int], seconds: float, moves: Iterable[dict[int, int]]
     ) -> tuple[list[int], float]:
-        """Tries moves, and makes the first move that lowers `step`.
+        """Tries moves, and makes the first move that lowers the value to minimise.
 
-        Begins with the placement `node_of` (the node of each task), whose `step` value
-        is `seconds`. A move maps groups of tasks, by number, to their new nodes.
-        Returns the placement and its `step` value; both are unchanged if no move lowers
-        the value, or if no tries are left.
+        Begins with the placement `node_of` (the node of each task), whose value of the
+        function `self.step` is `seconds`. A move gives some groups of tasks a new node:
+        it maps indices in `self.groups` to nodes. Returns the new placement and its
+        value; both are unchanged if no move lowers the value, or if no tries are left.
         """
         for move in moves:
             if self.left <= 0:

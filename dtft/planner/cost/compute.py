@@ -292,14 +292,15 @@ def added_s(
         efficiency: the overlapped share and the slowdown of computation by overlap.
         collective_s: seconds of the collectives alone.
         compute_s: seconds of the independent computation alone.
-        order: pairs (t, c): the share t of the computation can hide no more than the
-            share c of the collectives (`ir.read_order`). By default, any computation
-            can hide any collective.
+        order: constraints on what can hide what, as pairs (t, c) of cumulative shares
+            (`ir.read_order`): at least the share c of the collectives can be hidden
+            only behind a part of the computation that has the share t of it. By
+            default, any computation can hide any collective.
 
     >>> half = Efficiency(overlap_kappa=1.25, overlap_fraction=1.0)
     >>> [round(float(added_s(half, m, 8.0)), 3) for m in (2.0, 9.0)]
     [0.5, 3.0]
-    >>> # A quarter of the collectives have no computation beside them.
+    >>> # For a quarter of the collectives there is no computation that can hide them.
     >>> round(float(added_s(half, 2.0, 8.0, ((0.0, 0.25), (0.75, 1.0)))), 3)
     0.875
     """

@@ -147,13 +147,14 @@ def memory(plan: Plan, other: Plan) -> Section:
 def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Section:
     """Tabulates the bytes of a step's collectives in both plans, and the differences.
 
-    There is a row for each kind of collective over the same mesh axes, with the added
-    bytes and seconds. Seconds include the parts that overlap with computing. The row
-    with the most added seconds is first.
+    There is a row for each kind of collective over the same mesh axes. It has the bytes
+    of `plan`, those of `other`, and how many more bytes and seconds `other` needs than
+    `plan` (negative if fewer). Seconds include the parts that overlap with computing.
+    The row in which `other` needs the most additional seconds is first.
 
     Args:
-        plan: this plan.
-        other: the other plan.
+        plan: the plan in the column "this".
+        other: the plan in the column "other".
         only_changed: whether to leave out rows with equal bytes and seconds.
     """
     ours, theirs, error = sent(plan), sent(other), _error(plan, other)
