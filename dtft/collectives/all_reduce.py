@@ -107,9 +107,11 @@ def all_reduce(
 def bytes_sent(num_bytes: int, num_devices: int, algorithm: Algorithm) -> int:
     """Returns the bytes that the busiest device sends in one `all_reduce` of num_bytes.
 
-    ``native`` is counted as a ring, which backends use for large arrays. In ``gather``
-    the busiest device is device 0, which also *receives* (num_devices - 1) times
-    num_bytes. The extra all-gather of `check_vma=True` is not counted.
+    With p devices ``ring`` sends 2 (p-1) chunks of num_bytes / p, rounded up. ``tree``
+    and ``gather`` send the whole array ceil(log2 p) times. ``native`` is counted as a
+    ring, which backends use for large arrays. In ``gather`` the busiest device is
+    device 0, which also *receives* (p-1) times num_bytes. The extra all-gather of
+    `check_vma=True` is not counted.
 
     Raises:
         ValueError: the algorithm is unknown, `num_bytes` is below 0, or `num_devices`

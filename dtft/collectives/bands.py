@@ -3,7 +3,7 @@
 Used on CPU, where XLA reads the transpose of a large matrix element by element with the
 stride of a row, and merges the transpose with the triangle through further copies of
 the whole matrix. Here a narrow band is transposed while the band is in the cache, and
-is then written to its place. `packing` defines which rectangle holds which triangle.
+is then written into the result. The module `packing` documents the stored layout.
 """
 
 import jax.numpy as jnp
@@ -16,12 +16,15 @@ BAND = 32
 def mirror_into(
     out: Array, stored: Array, *, row: int, column: int, lower: bool
 ) -> Array:
-    """Writes rows of a symmetric matrix into `out`, mirrored from a stored triangle.
+    """Writes a block of a symmetric matrix into `out`, read from one stored triangle.
 
-    The rows are a block [w, m] at (row, column) of `out`. With `lower`, `stored` is
-    [m, w], and element (i, j) of the block is stored at [i, j] if j <= i, else at
-    [j, i]. Without `lower`, `stored` is [w, m] with w = m, and element (i, j) is stored
-    at [i, j] if j > i, else at [j, i].
+    The block has w rows and m columns and begins at (row, column) of `out`. `stored`
+    has one of the two equal elements (i, j) and (j, i) of the matrix:
+
+    * With `lower`, `stored` is [m, w]. Element (i, j) of the block is read from
+      `stored[i, j]` if j <= i, else from `stored[j, i]`.
+    * Without `lower`, `stored` is [w, m] with w = m. Element (i, j) of the block is
+      read from `stored[i, j]` if j > i, else from `stored[j, i]`.
 
     Args:
         out: [n, n], the matrix to write into.
@@ -29,6 +32,8 @@ def mirror_into(
         row: first row of the block.
         column: first column of the block.
         lower: whether `stored` holds the lower triangle.
+
+    The example writes two rows of a 3 x 3 matrix, and leaves the third row unchanged:
 
     >>> stored = jnp.array([[1, 0], [2, 3], [4, 5]])
     >>> out = jnp.zeros((3, 3), stored.dtype)

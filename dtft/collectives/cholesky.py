@@ -48,13 +48,16 @@ def cholesky_encode(
 ) -> CholeskyCode:
     """Factors symmetric positive definite matrices and packs the factors.
 
-    If the factorization of a matrix fails, jitter * 10^i * mean(|diagonal|) is added to
-    the diagonal (in float32 at least 1e-31), for i = 0 to 5 until the factorization
-    succeeds, separately for each matrix of a batch. So a singular matrix (also all
-    zeros) is encoded as a nearby matrix, and the field `jitter` holds the shift. `ok`
-    is False for a matrix that is not finite, or not positive definite even with the
-    largest shift. `ok` is also False if the wire dtype cannot hold the factor (float16:
-    elements of the matrix above 4e9, say). No field ever holds NaN.
+    Each matrix of a batch is factored separately. If the factorization fails, it is
+    repeated with a shift of jitter * 10^i * mean(|diagonal|) added to the diagonal, for
+    i = 0, 1, ..., 5, until it succeeds. In float32 a shift is at least 1e-31. So a
+    singular matrix (also all zeros) is encoded as a nearby matrix, and the field
+    `jitter` of the result holds the shift.
+
+    The field `ok` is False for a matrix that is not finite, or not positive definite
+    even with the largest shift. `ok` is also False if the wire dtype cannot hold the
+    factor, such as float16 if elements of the matrix are above 4e9. No field ever holds
+    NaN.
 
     Not differentiable in reverse mode, because of a loop of unknown length.
 

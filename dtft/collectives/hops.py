@@ -78,7 +78,8 @@ def varying_axes_are_tracked(axis_name: AxisName) -> bool:
     """Whether the call is inside `jax.shard_map(check_vma=True)` over this axis.
 
     With `check_vma=True` the type of a value lists the axes along which the value
-    varies. The index along the axis always varies, so its type lists the axis.
+    varies. The function looks at the type of this device's index along the axis, which
+    differs between devices.
     """
     kind = jax.typeof(lax.axis_index(axis_name))
     # The attribute's name differs between the allowed versions of JAX.
@@ -117,6 +118,8 @@ def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
     Raises:
         ValueError: x is not an array, the axis is not bound, or the root is not an
             index along the axis.
+
+    In the example device i holds the value 7 + i, and device 0 is the root:
 
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("replica",))
     >>> from_0 = jax.shard_map(

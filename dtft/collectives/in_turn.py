@@ -13,11 +13,15 @@ from jax import Array
 
 
 def in_turn_on_cpu(factorize: Callable[[Array], Any], matrices: Array) -> Any:
-    """Computes `factorize(matrices)`, on CPU with one call per matrix.
+    """Computes `factorize(matrices)`, on CPU one matrix after the other.
+
+    On other platforms `factorize` is called once, for all matrices together.
 
     Args:
         factorize: maps [..., m, n] to one or more arrays with the same leading dims.
         matrices: [..., m, n].
+
+    In the example the matrix at index [1, 0] is 9 times the identity:
 
     >>> import jax.numpy as jnp
     >>> batch = jnp.eye(2)[None, None] * jnp.array([4.0, 9.0]).reshape(2, 1, 1, 1)

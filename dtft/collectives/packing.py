@@ -1,11 +1,11 @@
 """Packs symmetric and triangular matrices as their lower triangle, half the bytes.
 
 The layout is rectangular full packed (RFP; Gustavson et al., LAPACK Working Note 199):
-the triangle is cut into two small triangles, of h and of k rows, and a block [k, h]
-(called square; it is one for even n). The two small triangles are fitted into one
-rectangle. Packing uses static slices, a transpose and a mask, without index arrays in
-the program. Packing is exact for every n and dtype, and linear, so packed matrices can
-be summed. Shapes: n rows; k = n // 2; h = n - k.
+the triangle is cut into two small triangles, of h and of k rows, and a block [k, h].
+The code calls the block `square`, although it is a square only for even n. The two
+small triangles are fitted into one rectangle. Packing uses static slices, a transpose
+and a mask, without index arrays in the program. Packing is exact for every n and dtype,
+and linear, so packed matrices can be summed. Shapes: n rows; k = n // 2; h = n - k.
 
 Two triangles are merged by addition, each with zeros in place of the other, and not by
 `where(mask, a, b.T)`: XLA's CPU compiler (jaxlib 0.10.2) puts whole tiles of `where` on

@@ -77,6 +77,9 @@ def ring_reduce_scatter(
 def ring_all_gather(chunk: Array, axis_name: AxisName) -> Array:
     """Gathers the chunks of all devices on every device: [...] -> [p, ...].
 
+    In the example each of four devices has one number; index 2 selects the result on
+    device 2:
+
     >>> import jax
     >>> gather = jax.vmap(lambda x: ring_all_gather(x, "ring"), axis_name="ring")
     >>> gather(jnp.array([1111, 2222, 3333, 4444]))[2].tolist()

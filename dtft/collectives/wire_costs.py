@@ -41,8 +41,8 @@ class WireCosts:
     def __post_init__(self) -> None:
         """Raises a ValueError unless `seconds` has valid sizes.
 
-        It must have a size, all sizes must be 1 or more, and each size must have the
-        seconds of a wire format.
+        There must be at least one size. Every size must be 1 or more, and must have the
+        seconds of at least one wire format.
         """
         sizes = self.seconds if isinstance(self.seconds, Mapping) else {}
         if not sizes or min(sizes) < 1 or not all(sizes.values()):
@@ -55,7 +55,8 @@ class WireCosts:
     def cheapest(self, n: int, wires: Collection[Wire] = WIRES) -> Wire:
         """Returns the fastest wire format for matrices of n rows, among `wires`.
 
-        Compares the seconds that were measured at the size nearest to n, by ratio.
+        Compares the seconds that were measured at one size: the size whose ratio to n
+        is nearest to 1. In the example this is 8 for n = 16, and 512 for n = 300.
 
         Raises:
             ValueError: none of the wire formats was measured at the nearest size.

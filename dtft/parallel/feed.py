@@ -19,7 +19,7 @@ from dtft.parallel.step import Arrays, TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The arrays of one step's batch, and the numbers of this process's rows."""
+    """The arrays of one step's batch, and the indices of this process's rows."""
 
     arrays: Arrays
     """Global arrays, either sharded or in host memory for the step to shard."""
@@ -112,7 +112,8 @@ class Feed(Prepared):
     def _indices(self, step: int) -> list[int]:
         """Returns the global row indices that this process reads in a step.
 
-        They are ordered by the part of the batch (shard of dim 0) that they belong to.
+        The indices are ordered by the part of the batch (shard of dim 0) that has the
+        row.
         """
         return [row for start in self._parts[0] for row in self._part(step, start)]
 

@@ -47,7 +47,8 @@ class Gathering:
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
         """Returns a program that gathers its divided arguments before they are used.
 
-        Each reader gets its own gather; `_Level.add` says where.
+        Each equation that reads a divided argument gets its own gather, which
+        `_Level.add` places.
 
         Args:
             program: a traced loss.
@@ -82,7 +83,8 @@ class Gathering:
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
         """Returns a jaxpr that gathers its divided arguments before they are used.
 
-        Each reader gets its own gather; `_Level.add` says where.
+        Each equation that reads a divided argument gets its own gather, which
+        `_Level.add` places.
 
         Args:
             jaxpr: the program itself, or the body of a call in the program.
@@ -244,7 +246,7 @@ def _is_divided(spec: Spec) -> bool:
 
 
 def gathered(spec: Spec) -> Spec:
-    """Removes the axis `fsdp` from a spec.
+    """Removes the axis `fsdp` from a spec, which has a tuple of axes for each dim.
 
     >>> gathered(((), ("fsdp", "tensor")))
     ((), ('tensor',))

@@ -1,7 +1,7 @@
 """A model as pure functions of its parameters and running statistics.
 
-A Flax module is split once into arrays and its graph. Training, evaluation and planning
-call the functions.
+A Flax module is split once into its arrays and its graph. Training, evaluation and
+planning call the functions of `FunctionalModel` with the arrays.
 
 Legend: B rows, T tokens of a row.
 """
@@ -71,10 +71,10 @@ class FunctionalModel:
         return {name: total(value) for name, value in values.items()}
 
     def reading(self, prepare: Callable[[State], State]) -> "FunctionalModel":
-        """Returns a model that first changes its arrays, for example gathers them.
+        """Returns a model whose `losses` first applies `prepare` to the arrays.
 
-        `prepare` is a function from parameters and running statistics to those that
-        `losses` uses.
+        `prepare` maps the parameters and running statistics to the arrays that the
+        model computes with; for example it gathers divided parameters.
         """
 
         def losses(

@@ -1,6 +1,6 @@
 """Steps of optimizers that communicate between replicas.
 
-`OptimConfig.reduces_itself` is true of the config of such an optimizer.
+The config of an optimizer that communicates has `OptimConfig.reduces_itself` True.
 
 A step for one replica becomes a step for all replicas by a `shard_map` over the axis
 `replica`. The optimizer gets the gradient of the replica's own rows and communicates

@@ -73,7 +73,8 @@ class Pipeline:
     def num_ticks(self) -> int:
         """The number of ticks (iterations of the pipeline's loop) of a forward pass.
 
-        Each stage is idle in `stages - 1` of the ticks.
+        This is `microbatches * chunks + stages - 1`. Each stage is idle in `stages - 1`
+        of the ticks.
 
         >>> Pipeline(stages=2, microbatches=4, layers=(1, 1)).num_ticks
         5
@@ -83,6 +84,9 @@ class Pipeline:
     @property
     def num_layers_SC(self) -> np.ndarray:
         """The number of layers of each chunk, int32 [stages, chunks].
+
+        The chunks of `layers` are in the order of the model, so stage 0 of two stages
+        has the first and the third chunk:
 
         >>> Pipeline(stages=2, microbatches=2, layers=(3, 2, 2, 2)).num_layers_SC
         array([[3, 2],

@@ -44,7 +44,7 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[Any] | None = None) -> M
 
 
 def partition_spec(spec: Spec) -> PartitionSpec:
-    """Converts a plan's spec to a PartitionSpec.
+    """Converts a plan's spec, a tuple of mesh axes for each dim, to a PartitionSpec.
 
     >>> tuple(partition_spec(((), ("replica", "fsdp"), ("tensor",))))
     (None, ('replica', 'fsdp'), 'tensor')

@@ -63,6 +63,8 @@ class Sharing:
         Raises:
             ValueError: the counts are not shares of this batch.
 
+        In the example a step has 8 rows, so the rows of step 1 begin with row 8:
+
         >>> sharing = Sharing(num_replicas=3, num_microbatches=4, rows_each=2, most=4)
         >>> [sharing.rows(1, (1, 0, 3), replica) for replica in range(3)]
         [range(8, 10), range(10, 10), range(10, 16)]
@@ -103,6 +105,9 @@ def sharing_of(
 
     Raises:
         ValueError: the batch or the mesh does not fit; the message says what to change.
+
+    By default the number of microbatches is the largest divisor of `global_batch` up to
+    64. `most` is four times an equal share, but at most the number of all microbatches.
 
     >>> sharing_of(BalanceConfig(), 96, {"replica": 3})
     Sharing(num_replicas=3, num_microbatches=48, rows_each=2, most=48)

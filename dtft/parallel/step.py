@@ -56,10 +56,10 @@ def apply_gradients(
 def gradients_of(model: FunctionalModel) -> Gradients:
     """Makes a function that computes the gradients and metrics of a batch.
 
-    They are means over the batch, and so are the new running statistics (`Means`). The
-    function calls the model once. If devices divide the batch, XLA's partitioner
-    inserts the reductions between devices, except those that the model makes itself, as
-    a pipeline does.
+    The function returns means over the batch (`Means`): of gradients, metrics and new
+    running statistics. It calls the model once. If devices divide the batch, XLA's
+    partitioner inserts the reductions between devices, except the reductions that the
+    model makes itself, as a pipeline does.
     """
     gradient = jax.grad(model.mean_loss, has_aux=True)
 

@@ -40,6 +40,8 @@ def resolve_mesh(mesh: MeshConfig, hosts: int, devices_per_host: int) -> MeshCon
     Raises:
         ValueError: the sizes do not fit the devices.
 
+    In the example `replica` has its default -1, and 6 devices / fsdp 2 gives 3:
+
     >>> resolve_mesh(MeshConfig(fsdp=2), hosts=3, devices_per_host=2)
     MeshConfig(replica=3, stage=1, fsdp=2, tensor=1)
     """

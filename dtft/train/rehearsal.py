@@ -51,10 +51,10 @@ class Rehearsals:
         Args:
             experiment: the experiment.
             world: this process's membership in the job's JAX processes.
-            done: function that is called with the order that `begin` got, after the
-                order's steps are compiled or an error has occurred. It is called on a
-                background thread, and not for an order that a newer order or `stop` has
-                ended.
+            done: function that is called with the argument of `begin`, the leader's
+                message, after the message's steps are compiled or an error has
+                occurred. It is called on a background thread. It is not called if a
+                later call of `begin` or `stop` came first.
         """
         self._experiment, self._world, self._done = experiment, world, done
         self._steps: dict[tuple[int, ...], _Rehearsed] = {}
@@ -65,10 +65,10 @@ class Rehearsals:
         """Starts a thread that compiles the steps for several formations.
 
         A formation is an assignment of hosts to slots. Steps for other formations are
-        forgotten. The thread of an earlier order ends after its current step. With load
+        forgotten. The thread of an earlier call ends after its current step. With load
         balancing no steps are compiled, because the `Balancer` has programs of its own.
         Does nothing before this process has joined the world (the job's JAX processes),
-        because JAX may not look for devices yet; the leader repeats the order for a
+        because JAX may not look for devices yet; the leader repeats the message for a
         process that has joined.
 
         Args:

@@ -51,6 +51,8 @@ class Plateau:
             start: step from which the run was started or resumed. Before the first
                 value of the metric, the patience counts from this step.
 
+        In the example only one step has passed since the start, fewer than `patience`:
+
         >>> config = StopConfig(metric="loss", patience=2)
         >>> Plateau().converged(config, 8, start=7)  # resumed without a metric
         False

@@ -65,6 +65,11 @@ class WindowClock:
     for all steps. From the times of these events the clock computes how long steps take
     while the snapshot is copied to other hosts, and how long afterwards.
 
+    In the example the boundaries are the steps 10 and 18, at 10.0 s and 18.5 s, and the
+    snapshot of step 10 has its copies at 11.5 s. The quiet steps are counted from the
+    second dispatch after 11.5 s, at 13.0 s, to the last dispatch, at 17.0 s: 4 steps in
+    4.0 s. The other 4 steps and 4.5 s count as affected.
+
     >>> clock = WindowClock()
     >>> clock.finished(10, 10.0, released_at=0.0, stall_s=0.0) is None
     True
@@ -797,11 +802,11 @@ class TrainerProcess:
     def _survives(self, error: Exception) -> bool:
         """Whether this process stays alive after a training error, for another slot.
 
-        It does if the agent has ordered it to leave its slot. A collective can break
-        before this order arrives, and a corrupt copy is found without any order. For
-        these errors the process reports the error to the agent and waits for the order.
-        If no order comes within the lease timeout plus `LAST_WORDS_S`, or the agent has
-        ended, the process exits with code 1.
+        The process stays alive if the agent has ordered it to leave its slot. A broken
+        collective or a corrupt copy can end training before this order arrives. The
+        process then reports the error to the agent and waits for the order. If no order
+        comes within the lease timeout plus `LAST_WORDS_S`, or the agent has ended, the
+        process exits with code 1.
         """
         from dtft.checkpoint.memory import CorruptCopy
         from dtft.train.world import broken_collective

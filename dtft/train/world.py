@@ -198,11 +198,11 @@ class World:
 
 
 def broken_collective(error: Exception) -> Exception | None:
-    """Returns `error` if a collective may have caused it; None for other errors.
+    """Returns the JaxRuntimeError of a collective; None for other errors.
 
-    These are JaxRuntimeErrors, and ValueErrors of gloo, which are converted to
-    JaxRuntimeErrors. JAX raises a ValueError if the computation runs on the calling
-    thread.
+    Any JaxRuntimeError is returned unchanged, because a collective may have caused it.
+    A ValueError of gloo is converted to a JaxRuntimeError; JAX raises a ValueError
+    instead if the computation runs on the calling thread.
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return error

@@ -3,7 +3,7 @@
 A share is the number of microbatches that a replica takes in a step. A round is a
 number of steps with the same shares; its last steps are timed, and the next shares are
 computed from these times. `to_items` makes the record for a checkpoint, and
-`begin_balance` makes the first shares of a run from the record. At the begin of a run
+`begin_balance` makes the first shares of a run from the record. At the start of a run
 and at the end of each round, `BalanceLog` prints a line and appends a record to
 `balance.jsonl`, on the leading process only. This module does not import JAX.
 """
@@ -39,7 +39,7 @@ ITEM = "balance"
 
 @dataclass(frozen=True, kw_only=True)
 class Begin:
-    """With which shares a run begins, and the measured times of earlier rounds.
+    """The shares with which a run begins, and the measured times of earlier rounds.
 
     A share is the number of microbatches that a replica takes in a step.
     """
@@ -54,7 +54,8 @@ class Begin:
 def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Makes a unique name for every replica from the names of its hosts.
 
-    Equal names get a number from the second on.
+    The name of a replica is the different names of its hosts, joined by `+`. If an
+    earlier replica has the same name, a number is added.
 
     Args:
         hosts_of: for each replica the names of its hosts, one or several.
@@ -159,8 +160,9 @@ def _arrays(times: UnitTimes) -> dict[str, list[float]]:
 def _known(recorded: Mapping[str, Any], names: Sequence[str]) -> SpeedEstimator:
     """Makes the speed estimates of nodes (replicas) from recorded times.
 
-    A node that the record does not name counts as not measured: it gets 0 units and 0
-    steps under each recorded load.
+    The record has times for each division of the microbatches that was tried. A node
+    that the record does not name counts as not measured: its share and its number of
+    measured steps are 0 in each of these divisions.
 
     Args:
         recorded: the checkpoint item that `to_items` made.
@@ -213,10 +215,10 @@ class Cost:
 
     @property
     def share(self) -> float | None:
-        """The extra time of the timed steps, as a fraction of the round; at least 0.
+        """The extra time of the timed steps, as a fraction of an untimed round's time.
 
-        The round's time is taken as if no step were timed. None if no untimed step was
-        measured.
+        An untimed round has the same number of steps, each of `step_s` seconds. The
+        fraction is at least 0. None if no untimed step was measured.
         """
         if self.step_s is None:
             return None
@@ -287,7 +289,8 @@ class BalanceLog:
         Args:
             step: number of the round's last step.
             before: shares and measured times before the round's end.
-            after: those for the next round, with the reason why shares change or not.
+            after: shares and measured times for the next round, with the reason why
+                shares change or not.
             busy_s: seconds of local work in the timed steps, `[steps, replicas]`.
             cost: seconds of timed and untimed steps.
         """

@@ -148,10 +148,11 @@ class Balancer:
         self._timed = []
 
     def _gathered(self) -> np.ndarray:
-        """Returns the seconds of each replica's local work, `[timed steps, replicas]`.
+        """Gathers the seconds of each replica's local work, `[timed steps, replicas]`.
 
-        They are gathered from all processes, and the same in all of them. The first
-        round after a restart may have fewer timed steps than later rounds.
+        The result is the same in all processes. The time of a replica is the longest
+        time of its processes. The first round after a restart may have fewer timed
+        steps than later rounds.
         """
         own = np.full((self._num_own, self._config.probes), np.nan)
         for column, timed in enumerate(self._timed):
@@ -163,7 +164,8 @@ class Balancer:
     def _told(self, own: np.ndarray) -> np.ndarray:
         """Gathers values of all replicas from all processes, by `gathered`.
 
-        `own` has one row for each replica of this process.
+        `own` has one row for each replica of this process. Returns an array `[replicas,
+        devices of a replica, columns of own]`.
         """
         return gathered(self._train_step.mesh, own)
 

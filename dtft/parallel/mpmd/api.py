@@ -136,6 +136,9 @@ def make_placed_step(
 class PlacedStep:
     """A training step that runs on several devices by a placement.
 
+    A step consists of tasks. A task is a program that one node runs, for one microbatch
+    or once in a step.
+
     Call `state = placed.init(params)` first, then `placed.step(state, batch)`.
     """
 
@@ -167,9 +170,9 @@ class PlacedStep:
 
     @property
     def homes(self) -> State:
-        """For each leaf of the state the number of its node.
+        """The number of the node that stores and updates a leaf of the state.
 
-        This node stores and updates the leaf.
+        A tree with the structure of the state, which has a number for each leaf.
         """
         return self._layout.homes
 

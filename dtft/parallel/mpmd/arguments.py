@@ -16,7 +16,7 @@ from dtft.planner.arguments import check_whole, numbers
 def check_given(
     loss: Any, optimizer: Any, params: Any, batch: Any, microbatches: Any
 ) -> None:
-    """Checks the arguments of `make_placed_step` that need no traced program.
+    """Checks arguments of `make_placed_step` before the loss is traced.
 
     Raises:
         ValueError: an argument has a type or value that is not allowed; the message has

@@ -1,4 +1,8 @@
-"""Makes the calls that compute a loss and its gradients, from a cut program.
+"""Makes the calls that compute a loss and its gradients, from a cut program (`Cut`).
+
+A cut program consists of segments, each of which is computed by one node (a device or
+process). A call is a program on one node: the forward or the backward program of a
+segment, or a program that runs once in a step.
 
 This module has four parts: values with a gradient, the forward and backward program of
 a segment, calls made once in a step, and calls of each microbatch. It traces programs,
@@ -202,18 +206,20 @@ class Split:
         arriving: Sequence[Sequence[int]],
         earlier: Sequence[int | None],
     ) -> ClosedJaxpr:
-        """Makes the backward program, from cotangents of writes to cotangents of reads.
+        """Makes the backward program of the segment.
 
-        The writes are the values of `made`, the reads those of `used`.
+        The program maps the cotangents of `self.made`, the values that the segment
+        writes, to the cotangents of `self.used`, the values that the segment reads.
 
         Args:
             likes: shapes and dtypes of the program's arguments.
             residuals: positions, among the arguments, of the values that are kept from
                 the forward pass.
-            arriving: for each value of `made` the positions of the cotangents whose sum
+            arriving: for each value of `made` the positions of the arguments whose sum
                 is the value's cotangent.
-            earlier: for each value of `used` the position of the sum to which its
-                cotangent is added, or None.
+            earlier: for each value of `used` the position of the argument, such as a
+                sum over microbatches, to which the value's cotangent is added. None if
+                the cotangent is not added to an argument.
         """
         dtypes = self._dtypes
 

@@ -1,7 +1,8 @@
-"""Runs the tasks of nodes in a placed step, and measures their times.
+"""Runs the tasks of a placed step (`PlacedStep`) on its nodes, and times the tasks.
 
-A node runs its tasks in order and waits for arrays from other nodes. A node is a thread
-with a device or a separate process; in both cases arrays pass through an `Exchange`.
+A task is a program that one node runs, for one microbatch or once in a step. A node
+runs its tasks in order and waits for arrays from other nodes. A node is a thread with a
+device or a separate process; in both cases arrays pass through an `Exchange`.
 """
 
 import threading

@@ -34,6 +34,9 @@ def lacking(
     Raises:
         ValueError: a name is not a platform that JAX lowers for.
 
+    In the example operator 0 is `sin`. Operator 1 is `schur`, which JAX cannot lower
+    for CUDA:
+
     >>> import jax.numpy as jnp
     >>> def triangle(x):
     ...     return jax.lax.linalg.schur(jnp.sin(x))[0]

@@ -278,10 +278,10 @@ class _Cutting:
     def _groups(self) -> list[list[int]]:
         """Groups units (equations) into segments, in an order in which they can run.
 
-        Returns the indices of each segment's units. The first unit of a segment is, of
-        all units whose inputs are computed, one with the most changes of node after it
-        (`_changes`). The segment then takes all units of the same node that can run
-        without waiting for other nodes.
+        A unit is ready when its inputs are computed. Each segment begins with a ready
+        unit, the one with the most changes of node after it (`_changes`). The segment
+        then takes all units of the same node that can run without waiting for other
+        nodes. Returns the indices of each segment's units.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -394,6 +394,9 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
 
     Raises:
         ValueError: the program has no operator in one of the scopes.
+
+    The program of the example has five operators: `sin` and `+` in each scope, and the
+    sum outside of the scopes.
 
     >>> import jax, jax.numpy as jnp
     >>> def loss(x):

@@ -1,7 +1,9 @@
-"""The calls of nodes in a placed step, their order, and the arrays that nodes send.
+"""The calls of a placed step (`PlacedStep`), their order, and the arrays sent.
 
-A call only describes what a node runs, reads, writes and sends. The order of the calls
-is computed before the step runs.
+A call describes a program that one node runs: which arrays the program reads and
+writes, and which arrays the node then sends to other nodes. A task is a call for one
+microbatch, or a call that is made once in a step. The order of the tasks is computed
+before the step runs.
 """
 
 from collections import Counter, defaultdict
@@ -268,8 +270,8 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
     """Computes the order in which each node runs its tasks of a step.
 
     A task is a call for one microbatch, or a call that is made once. The order has no
-    deadlock, because the calls of a microbatch never wait for a newer microbatch, also
-    not at the limit of microbatches in flight (`_let_in`).
+    deadlock, because the calls of a microbatch never wait for a newer microbatch. This
+    also holds at the limit of microbatches in flight (`_let_in`).
 
     Args:
         calls: the calls of a step.
@@ -362,10 +364,10 @@ class _Simulation:
         return found
 
     def _look(self, some: Iterable[int]) -> None:
-        """Updates when some calls can start at the earliest for their next microbatch.
+        """Updates the earliest start times of calls for their next microbatch.
 
         `some` has the indices of the calls. A call that cannot start yet, or has no
-        next microbatch, is not considered by `_first`.
+        next microbatch, gets no start time, so `_first` does not consider it.
         """
         for index in some:
             ready = self._ready(index)

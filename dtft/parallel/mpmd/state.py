@@ -1,7 +1,8 @@
 """The state of a placed step: its arrays, and the device of each array.
 
-Also puts the inputs of a step on the devices: the state, the microbatches, and their
-weights.
+A placed step (`PlacedStep`) is a training step whose operators run on several nodes. A
+node is a thread or a process with one device. This module also puts the inputs of a
+step on the devices: the state, the microbatches, and their weights.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -61,7 +61,11 @@ class RunnablePlan(Plan):
 
     @classmethod
     def of(cls, plan: Plan, decision: Decision | None = None) -> "RunnablePlan":
-        """Makes a RunnablePlan with the values of a plan."""
+        """Makes a RunnablePlan with the values of `plan`.
+
+        `decision` is the planner's decision that selected the plan; None if the plan
+        was read from a file.
+        """
         return cls(**_values(plan), decision=decision)
 
     @classmethod
@@ -117,10 +121,12 @@ class RunnablePlan(Plan):
         return diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
-        """Explains what other settings of the plan, such as `tensor=8`, would cost.
+        """Explains as text what other settings, such as `tensor=8`, would cost.
 
-        If no plan can have these settings, explains why. They are named as the `pins`
-        of `dtft.plan`. Returns text.
+        If no plan can have these settings, the text says why.
+
+        Args:
+            **pins: the settings, named as the `pins` of `dtft.plan`.
 
         Raises:
             ValueError: no setting is given, or the plan was read from a file.
@@ -250,8 +256,8 @@ def plan(
 
     Runs nothing and allocates no arrays, except in a trial. There are two entry points.
     `plan(step=, state=, batch=)` plans a whole step, which `.jit(step)` compiles.
-    `plan(loss=, optimizer=, params=, batch=)` plans a loss, of which
-    `dtft.train.make_step` makes a step. `make_step` can also accumulate gradients over
+    `plan(loss=, optimizer=, params=, batch=)` plans the step of a loss, which
+    `dtft.train.make_step` makes. `make_step` can also accumulate gradients over
     microbatches and rematerialize parts of the loss.
 
     Args:
@@ -273,8 +279,9 @@ def plan(
         what_if: whether the search includes settings that dtft cannot run for these
             arguments or on the cluster's platform.
         trial: number of best plans that are run on the devices here; the fastest is
-            selected. 0 runs none. Give a `batch` of arrays where it has indices: those
-            of a ShapeDtypeStruct are 0 and 1, and equal indices take longer on a GPU.
+            selected. 0 runs none. If `batch` has indices, pass arrays: a trial replaces
+            a ShapeDtypeStruct of integers by zeros and ones, and equal indices take
+            longer on a GPU.
         verify: number of best plans that are compiled, for devices that need not exist;
             the first plan whose compiled memory fits is selected. 0 compiles none.
         **pins: settings that the search must keep: sizes of axes (`tensor=8`),

@@ -39,7 +39,10 @@ class PlannerInputs:
 
 
 def asked_of(experiment: Experiment) -> PlannerInputs:
-    """Converts a config to arguments of `dtft.plan(loss=...)`; allocates no arrays.
+    """Converts a config to arguments of `dtft.plan(loss=...)`.
+
+    Parameters and batch are ShapeDtypeStructs, so no arrays of their size are
+    allocated.
 
     Raises:
         ValueError: the optimizer communicates between replicas, which no plan

@@ -127,9 +127,9 @@ def choose(
         items: the items of the checkpoint from which the run continues; empty in a new
             run.
         decide: function that makes the plan for `auto`; by default the planner.
-        formation: a name for this call, with which the processes find the broadcast
-            plan; no earlier call had it while this process was connected to the same
-            coordination service.
+        formation: a name for this call, under which the processes find the broadcast
+            plan. Must differ from the names of earlier calls, as long as this process
+            is connected to the same coordination service.
 
     Raises:
         ConfigError: the plan file cannot be read or holds no plan, or the plan does not

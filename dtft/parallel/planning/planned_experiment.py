@@ -89,8 +89,8 @@ def _gradients_of(model: FunctionalModel, update: Update) -> Gradients:
     """Makes a function from a state and a batch to gradients, metrics and statistics.
 
     The function returns a dict (`Means`): the gradients and metrics, averaged over the
-    batch, and the model's new running statistics (as of batch normalization). It
-    applies the shardings and settings of the update's plan.
+    batch, and the model's new running statistics, such as those of batch normalization.
+    The function applies the shardings and settings of the update's plan.
     """
 
     def loss(

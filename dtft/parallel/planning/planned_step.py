@@ -224,6 +224,8 @@ def update_specs(
         of_params: map from the path of each parameter to its spec.
         of_optimizer: map from the path of each optimizer state leaf to its spec.
 
+    In the example the leaf `1/w` of the optimizer state belongs to the parameter `w`:
+
     >>> w = jax.ShapeDtypeStruct((4,), "float32")
     >>> update_specs(
     ...     {"w": w}, (0, {"w": w}), {"w": ((),)}, {"0": (), "1/w": (("replica",),)}

@@ -61,9 +61,10 @@ class Runner:
             plan: a plan for the arguments in `given`.
             given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
                 `optimizer`, `params`, `batch`. ShapeDtypeStructs are replaced by arrays
-                of numbers, integers by 0 and 1, because they may be indices. Give a
-                batch of arrays where integers are indices: on a GPU the gradient of an
-                embedding takes much longer if all examples have the same tokens.
+                of numbers. Integers become zeros and ones, because they may be indices.
+                If the integers of the batch are indices, pass arrays instead: on a GPU
+                the gradient of an embedding takes much longer if all examples have the
+                same tokens.
 
         Raises:
             ValueError: the plan does not fit the devices here or the arguments.

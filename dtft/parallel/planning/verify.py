@@ -196,7 +196,7 @@ def candidate_of(
 def _excess(found: Sequence[Verified]) -> float:
     """Returns the largest ratio of compiled to predicted bytes of a plan's memory.
 
-    Plans that failed to compile are left out; without other plans the result is 0.0.
+    Plans that failed to compile are left out. Returns 0.0 if all plans failed.
     """
     ratios = [
         one.needed_bytes / one.predicted_bytes for one in found if one.needed_bytes
