@@ -165,7 +165,8 @@ class Rehearsals:
             return
         if number == self._number:
             logger.info(
-                "compiled the step for %d assignments of slots that may come next",
+                "compiled the step ahead for %d assignments of hosts to slots that may "
+                "come next",
                 len(self._steps),
             )
 

@@ -96,7 +96,7 @@ class SharedKeys:
                 if str(error) != told:
                     logger.warning(
                         "keys of JAX's coordination service could not be exchanged "
-                        "with other hosts; collectives with them may fail: %s",
+                        "with other hosts; collectives with these hosts may fail: %s",
                         error,
                     )
                 told = str(error)

@@ -54,8 +54,8 @@ class Begin:
 def node_names(hosts_of: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Makes a unique name for every replica from the names of its hosts.
 
-    The name of a replica is the different names of its hosts, joined by `+`. If an
-    earlier replica has the same name, a number is added.
+    The names of a replica's hosts, each once, are joined by `+`. A number is added if
+    an earlier replica has the same name.
 
     Args:
         hosts_of: for each replica the names of its hosts, one or several.

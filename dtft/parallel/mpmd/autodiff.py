@@ -368,7 +368,8 @@ class Ends:
     def _finish(self) -> list[NodeCall]:
         """Makes the calls that compute gradients on the parameters' home nodes.
 
-        They add the sums of all nodes and divide by the weight of all microbatches.
+        The calls add the sums of all nodes, and divide the result by the sum of the
+        weights of all microbatches.
         """
         calls: list[NodeCall] = []
         for node in self._nodes:
@@ -447,8 +448,8 @@ def _mean(total: jax.Array, weights: list[jax.Array], found: list[jax.Array]) ->
 class Gradients:
     """The calls that compute a loss and its gradients.
 
-    A call (`NodeCall`) is a program on one node. The other fields say which arrays go
-    in and come out: the name (`Key`) and the node of each array that the caller
+    A call (`NodeCall`) is a program on one node. The fields `inputs`, `results` and
+    `gradients` have the name (`Key`) and the node of each array that the caller
     provides, of each result of the loss, and of each parameter's gradient.
     """
 

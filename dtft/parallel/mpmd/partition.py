@@ -119,7 +119,7 @@ def cut(
 
 
 class _Flat:
-    """A program without calls such as `jit` (`INLINED`): their bodies replace them.
+    """A program in which calls such as `jit` (`INLINED`) are replaced by their bodies.
 
     The results of its equations are new variables, each written once.
     """

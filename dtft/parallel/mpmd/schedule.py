@@ -255,7 +255,8 @@ class CallOrder:
     def without(self, calls: Calls) -> "CallOrder":
         """Returns the order without the tasks of `calls.end`.
 
-        With the calls of an optimizer's update this is a step without the update.
+        For example, without the calls of an optimizer's update a step only computes
+        gradients.
         """
         return replace(
             self,

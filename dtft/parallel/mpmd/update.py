@@ -24,8 +24,9 @@ from dtft.planner.ir import CALLS, bodies, is_var, operators, traced
 class Updating:
     """The calls that compute one update of parameters and optimizer state.
 
-    A call (`NodeCall`) is a program on one node. Also has the name (`Key`) and the node
-    of each input and each result of the calls.
+    A call (`NodeCall`) is a program on one node. The other fields have the name (`Key`)
+    and the node of each leaf of the optimizer state, of each result, and of each
+    constant of the optimizer's program.
     """
 
     calls: Calls
@@ -59,7 +60,8 @@ def updating(
             gradient.
 
     Returns:
-        The calls, and the keys and nodes of their inputs and results.
+        The calls, and the keys and nodes of the optimizer state, of the results, and
+        of the constants.
     """
     with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
         state = jax.eval_shape(optimizer.init, params)

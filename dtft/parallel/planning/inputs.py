@@ -361,8 +361,8 @@ def logical_names(params: Any, planned: Iterable[str]) -> dict[str, Names]:
 def _in_place(box: Any) -> Any:
     """Replaces the array in a box (Flax's wrapper with logical names) by its names.
 
-    The names are a `_Named`, which keeps the array's path. Returns None for a leaf
-    without logical names.
+    The names are a `_Named` at the array's position in the box, so the path of the
+    array stays the same. Returns None for a leaf without logical names.
     """
     if not _has_names(box):
         return None
