@@ -214,8 +214,9 @@ class _Level:
 def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
     """Returns the spec of an equation's result, if devices need only their own shards.
 
-    This is so for a cast to a dtype with as many or fewer bits, for a slice that does
-    not cut divided dims, and for a squeeze. Returns None for all other equations.
+    Own shards are enough for a cast to a dtype with as many or fewer bits, for a slice
+    that does not cut divided dims, and for a squeeze. Returns None for all other
+    equations.
 
     Args:
         eqn: an equation, whose first operand may be divided.

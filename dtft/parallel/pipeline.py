@@ -73,8 +73,8 @@ class Pipeline:
     def num_ticks(self) -> int:
         """The number of ticks (iterations of the pipeline's loop) of a forward pass.
 
-        This is `microbatches * chunks + stages - 1`. Each stage is idle in `stages - 1`
-        of the ticks.
+        The number is `microbatches * chunks + stages - 1`. Each stage is idle in
+        `stages - 1` of the ticks.
 
         >>> Pipeline(stages=2, microbatches=4, layers=(1, 1)).num_ticks
         5

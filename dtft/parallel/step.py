@@ -158,7 +158,7 @@ class TrainStep:
 
     @property
     def state_bytes_per_device(self) -> int:
-        """Bytes of one device's shards of the state, in device memory or host memory."""
+        """Bytes of one device's shards of the state, in device and host memory."""
         leaves = jax.tree.leaves(self.abstract_state)
         shapes = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
         return sum(

@@ -296,8 +296,8 @@ class Watch:
     def items(self, step: int) -> Items:
         """Returns the values of a checkpoint of `step` that are not arrays.
 
-        These are the step, the data position, the data identity, and the best value of
-        the metric that detects a plateau.
+        The values are the step, the data position (the number of rows used so far), the
+        data identity, and the best value of the metric that detects a plateau.
         """
         return {
             "step": step,

@@ -254,7 +254,8 @@ def banner(
 ) -> list[str]:
     """Returns the lines printed before the first step.
 
-    They give versions, devices, mesh, plan, sizes, run directory and resume command.
+    The lines have versions, devices, mesh, plan, sizes, run directory and resume
+    command.
     `start` is the step that the run continues from; 0 for a new run.
     """
     mesh = train_step.mesh

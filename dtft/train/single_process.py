@@ -78,7 +78,8 @@ def train(config: str, overrides: Sequence[str]) -> int:
 def resume_command(config: str, overrides: Sequence[str], made: str) -> str:
     """Returns the command line that continues a run.
 
-    It has the words of the original command line, and `made` as the run directory.
+    The result has the words of the original command line, and `made` as the run
+    directory.
 
     Args:
         config: path or name of the config.

@@ -240,7 +240,8 @@ class AgentRuntime:
     def _recorded(self) -> dict[str, Any]:
         """Returns the values (no arrays) of the checkpoint that will be restored.
 
-        They come from storage if the step is restored from there, else from the agent.
+        The values come from storage if the step is restored from storage, else from the
+        agent.
         """
         from dtft.checkpoint.storage import StorageTier
 
@@ -321,8 +322,8 @@ class AgentRuntime:
     def await_peers(self) -> None:
         """Waits until the processes of all slots have compiled their step.
 
-        Without this, the first process to finish would wait for the others in a
-        collective, which has its own timeout.
+        Otherwise the first process that has compiled would wait for the other processes
+        in a collective, which has its own timeout.
 
         Raises:
             TimeoutError: a process was not ready in time.
@@ -787,9 +788,9 @@ class TrainerProcess:
     def _can_leave_behind(self) -> bool:
         """Whether the next slot may be taken while the old thread still computes.
 
-        It may if the training thread's phase is in `COMPUTING`, the runtime allows it
-        (`may_be_left_behind`), and no other thread that was left behind still runs. The
-        caller holds the dialogue's `condition`.
+        The slot may be taken if the training thread's phase is in `COMPUTING`, the
+        runtime allows it (`may_be_left_behind`), and no other thread that was left
+        behind still runs. The caller holds the dialogue's `condition`.
         """
         runtime, former = self._runtime, self._left_behind()
         return (

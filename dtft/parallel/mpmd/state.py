@@ -210,7 +210,7 @@ class PlacedFeed:
     ) -> dict[int, dict[Key, Any]]:
         """Returns the arrays with which nodes begin a step.
 
-        These are the state, the microbatches, their weights, and constants.
+        The arrays are the state, the microbatches, their weights, and constants.
 
         Args:
             state: the state before the step.

@@ -148,9 +148,9 @@ class _Where:
     def _together(self, eqn: JaxprEqn, known: dict[Any, _Colocated]) -> _Colocated:
         """Returns the set of values on whose node an equation runs.
 
-        It is the set of the equation's largest operand with a known node. Operands
-        without a known node join this set. If no operand has a known node, all operands
-        join a new set.
+        The result is the set of the equation's largest operand with a known node.
+        Operands without a known node join this set. If no operand has a known node, all
+        operands join a new set.
         """
         found = [(_size(a), known[a]) for a in eqn.invars if is_var(a)]
         settled = [(size, p) for size, p in found if p.root().node is not None]
