@@ -85,10 +85,10 @@ def leave_gpu_collectives(environment: MutableMapping[str, str]) -> None:
 def devices_of(experiment: Experiment) -> list[Any]:
     """Returns this process's devices; on CPU as many as the config's cluster has.
 
-    This number is `cluster.hosts` times `cluster.devices_per_host`. So on CPU
-    `dtft train` has the same mesh as `dtft launch`. The number is passed to
-    `make_cpu_devices` before JAX looks for devices. Fewer devices are returned if the
-    user has set a smaller number. On accelerators all local devices are returned.
+    This number is `cluster.hosts` times `cluster.devices_per_host`, where -1 counts as
+    1. So on CPU `dtft train` has the same mesh as `dtft launch`. The number is passed
+    to `make_cpu_devices` before JAX looks for devices. Fewer devices are returned if
+    the user has set a smaller number. On accelerators all local devices are returned.
     """
     import jax
 
