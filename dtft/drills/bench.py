@@ -47,8 +47,8 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
     Raises:
         ValueError: wrong input, or etcd does not start.
         FileNotFoundError: there is no etcd executable.
-        SystemExit: CONFIG or a key of it is wrong, or a run ended without a result or
-            did not end within `DEADLINE_S`.
+        SystemExit: CONFIG or a key of it is wrong; or a run ended without a result, was
+            too short to be timed, or did not end within `DEADLINE_S`.
     """
     experiment, overrides = for_clusters(options, words, "dtft bench")
     steps = experiment.stop.steps
@@ -96,7 +96,8 @@ def measure_tier(
     Raises:
         ValueError: etcd does not start.
         FileNotFoundError: there is no etcd executable.
-        SystemExit: a run ended without a result, or did not end within `DEADLINE_S`.
+        SystemExit: a run ended without a result, was too short to be timed, or did not
+            end within `DEADLINE_S`.
     """
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     for number in range(rounds):
@@ -115,11 +116,12 @@ def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
     `seen` maps "off" and "on" to the summaries of the runs without and with the memory
     tier; the runs with the same index are a round. The stall is the seconds for which a
-    snapshot blocks training. `agent_cpu_s` is the median of an agent's processor time
-    in seconds for each commit, and `leader_cpu_s` the median of each run's largest. The
-    slowdown of a round is the step time with the memory tier on, divided by the step
-    time with the tier off: `ratios` has one per round, `ratio` their median.
-    `snapshots` is from the first round with the tier on, `interval` from the last.
+    snapshot blocks training. `agent_cpu_s` is the median, over all agents of all runs,
+    of an agent's processor time in seconds for each commit. `leader_cpu_s` is the
+    median, over the runs, of the largest such time of an agent. The slowdown of a round
+    is the step time with the memory tier on, divided by the step time with the tier
+    off: `ratios` has one per round, `ratio` their median. `snapshots` is from the first
+    round with the tier on, `interval` from the last.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
     ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})
@@ -162,12 +164,15 @@ def cpu_per_commit(
         samples: measurements in order of time: a wall-clock time in seconds, and a map
             from host to the processor seconds that its agent has used until then.
         commits_at: wall-clock times of the commits in seconds, in order. The first
-            `WARM_UP` of them is left out.
+            quarter (`WARM_UP`) of the commits is left out.
 
     Returns:
         Maps host to seconds per commit. {} with fewer than 20 commits, or with fewer
         than two samples of all agents between the first and the last of the commits
         that are not left out.
+
+    In the example there is a commit every second, and the first 10 are left out. The
+    agent uses 2 s of processor time for the 20 commits from second 11 to 30.
 
     >>> samples = [(0.0, {"a": 1.0}), (10.0, {"a": 2.0}), (30.0, {"a": 4.0})]
     >>> cpu_per_commit(samples, [float(n) for n in range(40)])

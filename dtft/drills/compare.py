@@ -32,7 +32,7 @@ Span = tuple[float, float]
 
 
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
-    """Returns what a drill's record says of a fault that lasts; {} for other faults.
+    """Returns a drill record's fields about a fault that lasts; {} for other faults.
 
     Faults that last are the kinds in `INTERRUPTIONS`, such as stops, cuts and pauses.
 
@@ -105,6 +105,8 @@ def longest_call(
     Returns:
         The call's seconds as `longest_call_s`, and its `what`. Without calls these are
         0 and "".
+
+    In the example 10 of the 10.5 s of `tick` are in a stop, so `view` took longest.
 
     >>> calls = [{"what": "tick", "seconds": 10.5, "at": 100.25},
     ...          {"what": "view", "seconds": 0.75, "at": 90.0}]
@@ -196,6 +198,9 @@ def judged(records: Sequence[Record]) -> list[Record]:
     """Lists a run's attempts (starts of its trainers) from its log of load balancing.
 
     `records` are the parsed lines of `balance.jsonl`; the result is that of `attempts`.
+
+    In the example the second attempt begins with the shares that the round at step 4
+    has found, so its `replayed` is True. It always is for the first attempt.
 
     >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
     >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
@@ -538,7 +543,7 @@ def _gap_s(recovery: dict[str, Any], events: Events) -> float | None:
 
 
 def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
-    """Finds how long the copying of state took that followed a recovery.
+    """Finds how long re-replication took after a recovery, and how much was copied.
 
     After a recovery, hosts copy slices of the state until each slice has enough copies
     again (re-replication).

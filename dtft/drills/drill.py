@@ -304,8 +304,9 @@ def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
     """Returns the environment variables for the first fault of kind `fail`.
 
-    The variables make a trainer raise an exception inside a step. Just before, the
-    trainer makes the file `marker`. Returns {} if there is no such fault.
+    The variables make a trainer raise an exception inside a step. A trainer that is to
+    fail only once makes the file `marker` just before. Returns {} if there is no such
+    fault.
     """
     for fault in faults:
         if fault.kind == "fail":

@@ -33,9 +33,9 @@ NOW = {
 def unguarded(
     inner: optax.GradientTransformation, *, history: int = 64
 ) -> optax.GradientTransformationExtraArgs:
-    """Gives `inner` a state like that of `skip_outlier_gradients`; skips no gradient.
+    """Wraps `inner` in `skip_outlier_gradients` without a limit, so it skips nothing.
 
-    `history` is as in `skip_outlier_gradients`.
+    The state is a `SkipOutliersState`. `history` is as in `skip_outlier_gradients`.
     """
     return guard_gradients(inner, None, history=history)
 

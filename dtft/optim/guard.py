@@ -96,6 +96,9 @@ def skip_outlier_gradients(
         ValueError: `inner` is no optax transform, or another argument is out of range.
             In `update`: an axis is not bound.
 
+    In the example 1e6 is rejected as an outlier, and infinity as not finite: the update
+    is 0, and a counter increases.
+
     >>> solver = skip_outlier_gradients(optax.sgd(1.0), warmup=2)
     >>> state = solver.init(jnp.zeros(1))
     >>> for gradient in (1.0, 2.0, 1e6, jnp.inf, 3.0):
@@ -207,6 +210,8 @@ def is_outlier(
 
     False while fewer than `warmup` norms are known, or while the median is 0. Elements
     of `norms` that are negative hold no norm.
+
+    In the example the median of the three known norms is 2, so the limit is 20.
 
     >>> norms = jnp.array([-1.0, 1.0, 2.0, 3.0])
     >>> bool(is_outlier(jnp.array(21.0), norms, 10.0, warmup=3))

@@ -75,6 +75,9 @@ def blocks_of(shape: tuple[int, ...], block_size: int) -> Blocks | None:
         shape: The array's shape.
         block_size: Largest number of rows, and of columns, of a block.
 
+    All blocks have one shape: in the example 18 rows give two blocks of 9 rows, because
+    `block_size` is 10.
+
     >>> blocks_of((3, 3, 2, 16), block_size=10)
     Blocks(shape=(3, 3, 2, 16), rows=18, columns=16, grid=(2, 2), block=(9, 8))
     >>> blocks_of((16,), 10), blocks_of((1, 16), 10)

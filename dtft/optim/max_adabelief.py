@@ -87,6 +87,9 @@ def scale_by_max_belief(
             integer, or is complex with a real `mu_dtype`. In `update`: a gradient is an
             integer, or is complex for a real first moment.
 
+    The first update of each element is the sign of the gradient divided by b1:
+    1 / 0.9 = 1.11.
+
     >>> transform = scale_by_max_belief()
     >>> state = transform.init(jnp.zeros(2))
     >>> update, state = transform.update(jnp.array([1.0, -2.0]), state)

@@ -186,8 +186,9 @@ class MomentSync(NamedTuple):
     ) -> dict[str, Any]:
         """Rescales moments that were reduced at earlier updates, for bias correction.
 
-        `Phases.direction` divides each moment by 1 - decay^count. With the rescaled
-        moment this equals the reduced moment divided by 1 - decay^taken.
+        Multiplies each moment that is corrected for bias by (1 - decay^count) / (1 -
+        decay^taken). `Phases.direction` divides the product by 1 - decay^count, so the
+        result is the reduced moment divided by 1 - decay^taken.
 
         Args:
             held: the reduced moments, by field name.
@@ -216,8 +217,8 @@ class MomentSync(NamedTuple):
     def _mark(self, inner: Any) -> Any:
         """Wraps the optimizer state's fields that differ per replica in `PerReplica`.
 
-        Not wrapped are the count, and in mode "state" every field with a period of 1:
-        they are equal on all replicas.
+        The count, and in mode "state" every field with a period of 1, are equal on all
+        replicas and are not wrapped.
         """
         equal = {"count"}
         if self.mode == "state":

@@ -110,6 +110,9 @@ def scale_by_shampoo(
         moments of other optimizers. If such gradients can occur, use
         `optax.apply_if_finite`.
 
+    In the example the roots make the elements 4 and 1 of the diagonal equal. Their size
+    is that of the first Max-AdaBelief direction: 1 / b1 = 1.11.
+
     >>> import jax.numpy as jnp
     >>> transform = scale_by_shampoo(precondition_frequency=1)
     >>> gradient = jnp.array([[4.0, 0.0], [0.0, 1.0]])

@@ -428,7 +428,8 @@ class Agent:
     def _let_followers_go(self) -> None:
         """Closes the links of the other hosts when this host stops leading.
 
-        First sends the new leader to these hosts, if another host is known to lead.
+        First sends these hosts the name and address of the new leader, if another host
+        is known to lead.
         """
         self._links.close(self._moved_message())
 
@@ -463,7 +464,7 @@ class Agent:
         if self._isolated_since is None:
             self._isolated_since = now
         if now > self._isolated_since + 2 * self._config.timeouts.lease:
-            why = f"of {needed} hosts {self._links.count + 1} reach this one"
+            why = f"only {self._links.count + 1} of {needed} hosts are connected"
             self._leadership.let_go(leader.view, why)
 
     def _leader_moved(self, term: int, record: HostRecord) -> None:
@@ -546,7 +547,7 @@ class Agent:
             self._follower.obey(message)
 
     def _serve(self, ballot: tuple[int, int], server: str, size: int) -> None:
-        """Ends this host's JAX coordination service, and starts a new one if it serves.
+        """Ends this host's JAX coordination service; starts one if `server` is this host.
 
         The leader orders this in each round, an attempt to form the job. An order of an
         earlier round than the latest one is ignored. Trainers connect to the service;
@@ -638,8 +639,8 @@ def campaign_delay_s(
 
     The delay in seconds is the sum of these parts:
 
-    * `RANK_S` for each host whose name sorts before this host's, at most 1 s, so that
-      hosts do not campaign all at once;
+    * `RANK_S` (0.02 s) for each host whose name sorts before this host's, at most 1 s,
+      so that hosts do not campaign all at once;
     * half a lease if this host `hears` the last leader, because that leader may only
       have lost its lease; 0 if the last leader leaves the job;
     * one lease if this host leaves the job.
@@ -649,6 +650,10 @@ def campaign_delay_s(
         me: this host's record.
         lease_s: duration of a lease in seconds.
         hears: whether the link to the last leader is open and not silent.
+
+    The example has a lease of 5 s. Host b waits 0.02 s for the rank of host a before
+    it, and 2.5 s because b hears the last leader, a. In `left` host a leaves the job:
+    b waits for the rank alone, and a waits for one lease.
 
     >>> one, two = (
     ...     HostRecord(host=it, address="", incarnation="", joined_ns=0, pid=1)

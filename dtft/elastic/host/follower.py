@@ -668,11 +668,14 @@ class Follower:
                 self._trainers.formed(source=order["source"], step=order["step"])
 
     def _fatal(self, message: str) -> None:
-        """Reports an error that would occur on any host."""
+        """Reports to the leader an error that would occur on any host."""
         self._tell("fatal", message=message)
 
     def _unfit(self, why: str, **told: str) -> None:
-        """Reports an error that concerns this host alone."""
+        """Reports to the leader an error that concerns this host alone.
+
+        `why` describes the error; `told` has further fields of the report.
+        """
         self._tell("unfit", why=why, **told)
 
     def _hand_over(self, task: SlotTask) -> None:
@@ -832,7 +835,7 @@ class Follower:
         has gone. `fault` says what is wrong with the message.
         """
         logger.error(
-            "this host lets go of its trainer, which sent an invalid message: %s", fault
+            "this host gives up its trainer, which sent an invalid message: %s", fault
         )
         self._trainers.let_go(f"it sent an invalid message: {fault}")
         self._tell_exit(0 if self._seats.attached else 1, self._ballot)
@@ -1142,7 +1145,7 @@ def _why(error: BaseException) -> str:
     if isinstance(error, OSError):
         return str(error)
     logger.error(
-        "memory for a slot could not be allocated, so this host can have none",
+        "memory for a slot could not be allocated, so this host cannot take a slot",
         exc_info=error,
     )
     return f"{type(error).__name__}: {error}"
@@ -1151,7 +1154,8 @@ def _why(error: BaseException) -> str:
 def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
     """Returns the outcome of a restore that has ended.
 
-    From an unexpected exception it makes an outcome with the field `error`.
+    If the restore raised an unexpected exception, logs it and returns an outcome with
+    the text of the exception as `error`.
     """
     error = future.exception()
     if error is None:

@@ -61,7 +61,7 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """Returns the fields of the reply to a request that does not have copies read.
+    """Returns fields of the reply to a request without `verify`; reads no copies.
 
     `held` has the recorded digests by step and slice key. A slice that is known to be
     corrupt is in `corrupt` instead.
@@ -82,10 +82,10 @@ def _verified(
 ) -> dict[str, Any]:
     """Reads and verifies all copies of this host; returns fields of the reply.
 
-    `held` (digests by step and slice key) and `unread` (steps dropped meanwhile) are
-    those of `holder`, the copies for the newest assignment of slots. `corrupt` and the
-    totals also include those for former assignments (`former`), except copies whose
-    memory was freed meanwhile.
+    `holder` has the copies for the newest assignment of slots, and `former` the copies
+    for earlier assignments. `held` (digests by step and slice key) and `unread` (steps
+    dropped meanwhile) describe `holder` alone. `corrupt` and the totals (`copies`,
+    `nbytes`) also include `former`, except copies whose memory was freed meanwhile.
 
     Raises:
         ConnectionAbortedError: the memory of `holder` was freed meanwhile.
@@ -126,6 +126,9 @@ def _verified(
 
 class Pace:
     """Limits one verification to its rate, and reports its progress.
+
+    In the example 200 bytes at 100 bytes a second take 2 s. Progress is reported at 0, 1
+    and 2 s. Bytes count as read before the pause for them.
 
     >>> now, told = [0.0], []
     >>> def sleep(seconds): now[0] += seconds

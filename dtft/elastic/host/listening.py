@@ -37,7 +37,7 @@ def listen(
     Args:
         config: settings of this host's agent.
         credentials: the job's credentials.
-        inbox: this host's state, which answers to pushes and fetches are made from.
+        inbox: this host's state, from which pushes and fetches are answered.
         loop: the agent's event loop.
         accept: accepts a control connection; called on the loop.
         asked: handlers of users' requests; called on the loop.
@@ -67,7 +67,7 @@ def handlers(
     accept: "Accept",
     asked: "Asked",
 ) -> dict[str, Callable[[Channel], None]]:
-    """Maps each kind of connection to its handler; arguments as for `listen`."""
+    """Maps each kind of connection to its handler; for the arguments see `listen`."""
 
     def export(channel: Channel) -> None:
         serve_export(channel, config, lambda *it: loop.post(asked.export, *it))

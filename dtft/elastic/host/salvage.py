@@ -4,12 +4,12 @@ Salvage is for a local cluster that is ended by force; it needs neither store no
 trainers. The process that started the hosts queries each host's copies, chooses a step
 (`choose`, pure) and fetches the step's slices; one exporter process writes the step.
 Hosts answer on threads of their port, so salvage also works while an agent's event loop
-hangs, and between two formations.
+hangs, and while slots are being assigned anew.
 
 A recorded commit can be chosen if the digests of the hosts' copies give its root digest
-(one digest over all slices). A step that was not recorded, because the store did not
-answer, can be chosen under two conditions: the hosts of one formation, the newest that
-has copies of the step, hold all slices, and their digests are equal.
+(one digest over all slices). The store may not have recorded a step, because it did not
+answer. Only copies of the newest assignment of slots that has the step then count: they
+must include all slices, and copies of the same slice must have equal digests.
 """
 
 import contextlib
@@ -77,11 +77,11 @@ def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
 
 
 def serve_salvage(channel: Channel, inbox: Inbox) -> None:
-    """Answers one salvage request: sends what describes all copies on this host.
+    """Answers one salvage request with a description of all copies on this host.
 
-    For each layout these are its JSON, and by step the recorded digests of the slices
-    and the JSON items. The copies' bytes are not read. Leaves out a step that is
-    dropped meanwhile.
+    The answer has an entry for each holder (the copies for one layout and slot): the
+    layout as JSON, and by step the recorded digests of the slices and the JSON items.
+    The copies' bytes are not read. Leaves out a step that is dropped meanwhile.
     """
     holder = inbox.holder()
     holders = [it for it in (holder, *inbox.former()) if it is not None]
@@ -134,8 +134,8 @@ class SalvagedStep:
     layout: Layout
     digests: Mapping[str, bytes]
     sources: Mapping[str, Holding]
-    """Maps the key of each slice to a host's copies, of which that of the slice matches
-    `digests`."""
+    """Maps the key of each slice to the copies on one host, whose copy of the slice has
+    the digests in `digests`."""
     items: Mapping[str, Any]
     chunk_bytes: int
 
@@ -147,8 +147,8 @@ def choose(
 
     Args:
         holdings: the copies on all hosts that answered.
-        roots: maps the step of each commit that is known to be recorded to its root
-            digest (one digest over all slices).
+        roots: maps step to root digest (one digest over all slices), for each commit
+            that is known to be recorded.
         above: the newest step in storage; only later steps are considered.
 
     Raises:

@@ -228,10 +228,10 @@ class Trainers:
 
     @property
     def membership(self) -> tuple[int, int]:
-        """The world in which the member is: (number of the world, index in the world).
+        """World of the member, and its index there: (number of the world, index).
 
-        A member is a trainer in a world of JAX processes, without a slot. (0, 0) if
-        there is none.
+        A member is a trainer without a slot in a world (set of connected JAX
+        processes). (0, 0) if there is no member.
         """
         with self._lock:
             found = self._member
@@ -657,7 +657,7 @@ class Trainers:
             return was_active
 
     def let_go(self, reason: str = "", *, waiting: bool = False) -> int | None:
-        """Ends the active trainer: kills a process of the agent's, detaches a user's.
+        """Ends the active trainer: kills it if the agent started it, else detaches it.
 
         A user's process that was not yet sent a restorable step (`formed`) waits for
         the next assignment of slots instead.

@@ -40,7 +40,7 @@ class ThreadMirrors:
         self._store = store
 
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
-        """Starts a thread that passes `changed` all pairs under `prefix`.
+        """Starts a thread that calls `changed` with all pairs under `prefix`.
 
         `changed` is called at once and after every change. Returns a function that ends
         the mirror. See `MirrorSource.mirror`.

@@ -48,8 +48,8 @@ class Copies:
         self._reserve: Arena | None = None
         self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
-        """(generation, attempt) of the newest order. A restore for an older order may
-        still run; `hold` raises OSError when this restore calls it."""
+        """(generation, attempt) of the leader's newest order. A restore for an older
+        order may still run; `hold` raises OSError when this restore calls it."""
         self._lock = threading.Lock()  # an abandoned restore may still call `hold`
 
     def hold(
@@ -157,15 +157,14 @@ class Copies:
             self._drop(one)
 
     def holders(self) -> list[ReplicaStore]:
-        """Lists the holders of this host's copies, that of the newest assignment
-        first."""
+        """Lists all holders, first the holder for the newest assignment of slots."""
         return [it for it in (self.holder, *self.former) if it is not None]
 
     def holding(self, step: int, slot: int | None = None) -> ReplicaStore | None:
         """Returns a holder with copies of `step`, preferably the one made for `slot`.
 
-        If no holder has the step, returns that of the newest assignment, which may be
-        None.
+        If no holder has the step, returns the holder for the newest assignment of
+        slots, which may be None.
         """
         having = [it for it in self.holders() if step in it.steps()]
         fit = [it for it in having if it.slot == slot]
@@ -212,10 +211,10 @@ class Copies:
 
         Returns:
             `layouts` as JSON; `holdings`: step to slice key to digests; `complete`:
-            step to the slots of which this host has all own slices; `items`: step to
-            the JSON items of its checkpoint; `corrupt`: a text for each corrupt copy;
-            and `prefetched`: slot to the bytes of this slot's slices that were
-            prefetched.
+            step to a list of slots, each with all of its own slices on this host;
+            `items`: step to the JSON items of its checkpoint; `corrupt`: a text for
+            each corrupt copy; and `prefetched`: slot to the number of bytes of its
+            slices that were prefetched.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}

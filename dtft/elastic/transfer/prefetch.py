@@ -38,7 +38,8 @@ ASK_S = 2.0
 """Seconds until a slot's host is asked for digests, and until it is asked again after
 slices were fetched."""
 LONGEST_S = 60.0
-"""Longest time in seconds between two requests; it doubles while nothing is fetched."""
+"""Longest time in seconds between two requests. The time doubles after each request
+that leads to no fetch."""
 ANSWER_S = 10.0
 """Limit in seconds of a request for digests."""
 BATCH_BYTES = 256 << 20
@@ -206,7 +207,7 @@ class Prefetcher:
             except (OSError, TimeoutError, FetchError, MemoryError) as error:
                 # The host may be gone, or a slice has changed: the leader, or the next
                 # answer, says how to go on.
-                logger.debug("nothing of slot %d is prefetched: %s", source.slot, error)
+                logger.debug("slices of slot %d were not prefetched: %s", source.slot, error)
 
     def _fetch(
         self,

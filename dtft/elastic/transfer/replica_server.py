@@ -76,7 +76,8 @@ def find_copies(
 class Inbox:
     """This host's current state, as the threads that answer its peers read it.
 
-    The threads call `epoch`, `holder` and `former` for every push and every fetch.
+    The threads call `epoch` and `holder` anew for every push and every fetch, and
+    `former` for every fetch.
     """
 
     epoch: Callable[[], Epoch]

@@ -98,7 +98,7 @@ class Pusher:
     def _try(self, step: int, deadline: float) -> bool:
         """Tries to send one step; returns whether the step needs no further try.
 
-        True if the peer has the step or does not need it, and if this host's memory has
+        True if the peer has the step or does not need it, or if this host's memory has
         dropped the step. False after a failed connection or a failed send.
         """
         try:

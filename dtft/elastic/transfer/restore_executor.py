@@ -118,7 +118,7 @@ def restore_copies(
 
     Returns:
         The result of `restore_into`; or only `fatal`, the reason of a failure: memory
-        could not be allocated, or a newer order has arrived.
+        could not be allocated, or a newer order of the leader has arrived.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -204,8 +204,8 @@ def _restore(
     peers.
 
     Raises:
-        FetchFailed: a fetch failed, an own copy is corrupt, or a slice was assembled
-            with other digests than the commit's.
+        FetchFailed: a fetch failed, a copy on this host is corrupt, or a slice was
+            assembled with other digests than the commit's.
     """
     step, digests = order["step"], order["digests"]
     missing = holder.begin_restore(step, digests, order["items"], order["read"])
@@ -244,8 +244,8 @@ def _restore(
 def _planned(order: Mapping[str, Any], host: str) -> set[str]:
     """Returns the keys of the slices that an order fetches or assembles on `host`.
 
-    `host` is this host. A slice that the order takes whole from its own copy is left
-    out.
+    `host` is the name of this host. A slice that the order takes unchanged from this
+    host's copy is left out.
     """
     planned = {key for transfer in order["transfers"] for key in transfer["keys"]}
     for source in order.get("regions", ()):
@@ -316,7 +316,7 @@ def borrow(
     credentials: Credentials,
     limit_s: float,
 ) -> None:
-    """Fetches and verifies the slices that this host lacks of a step to be exported.
+    """Fetches and verifies those slices of an exported step that this host lacks.
 
     Args:
         holder: this host's copies.
@@ -376,8 +376,8 @@ def bring(
             one peer has sent.
 
     Returns:
-        Number of bytes fetched from peers. Whole chunks are fetched, so bytes beside
-        the regions count, too.
+        Number of bytes fetched from peers. Whole chunks are fetched, so bytes outside
+        of the regions count, too.
 
     Raises:
         FetchFailed: a peer has gone or has not answered in time, or a peer or this host
@@ -512,8 +512,8 @@ def fetch_into(
         streams: largest number of connections at a time.
 
     Returns:
-        Number of bytes fetched and verified. Whole chunks are fetched, so bytes beside
-        the regions count, too.
+        Number of bytes fetched and verified. Whole chunks are fetched, so bytes outside
+        of the regions count, too.
 
     Raises:
         FetchFailed: the peer has gone, lacks a slice or sent corrupt bytes, or

@@ -70,8 +70,8 @@ class SideArena:
     def free(self, path: str = "") -> None:
         """Frees the arena; a process that has mapped the arena can still read it.
 
-        Args:
-            path: frees the arena only if this is the arena's path; by default any.
+        Does nothing if there is no arena, or if `path` is neither "" nor the arena's
+        path.
         """
         arena = self._arena
         if arena is not None and path in ("", str(arena.path)):

@@ -1,7 +1,8 @@
 """The leader's order for one host's slot, and the pushers of the slot's copies.
 
-A pusher sends the slot's slices to one peer. The pushers, their shared rate limit and
-the host's turn in copying end when slots are assigned anew.
+A pusher sends the slot's slices to one peer. When slots are assigned anew, a new order
+replaces the `SlotTask`, with its pushers, their shared rate limit and its count of
+staged steps (`turn`).
 """
 
 from collections.abc import Collection, Mapping
