@@ -703,8 +703,7 @@ def say(record: dict[str, Any]) -> None:
 
 
 def _likeness(record: dict[str, Any]) -> str:
-    """Returns a part of a sentence: how the final state differs from the undisturbed
-    run's, or that it is equal."""
+    """Returns text that says whether the final state equals the undisturbed run's."""
     if record["bit_identical"]:
         return "are equal bit for bit to the undisturbed run's"
     if record.get("loss_curve", {}).get("within_tolerance"):

@@ -178,9 +178,10 @@ def _episode(
 
 
 def failed_episode(number: int, seed: int, faults: Sequence[str], why: str) -> Episode:
-    """Makes the record of an episode whose drill has left no record; `why` says why.
+    """Makes the record of an episode whose drill failed and left no record.
 
-    The arguments and the record are otherwise those of `judged_episode`.
+    `why` is the reason. The other arguments, and the fields of the result, are those of
+    `judged_episode`.
     """
     return {
         "number": number,

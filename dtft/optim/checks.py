@@ -26,8 +26,9 @@ _INJECT = (
 def numbers(name: str, value: Any) -> list[float]:
     """Returns the numbers to check: a number, or the smallest and largest of an array.
 
-    An array of one element gives one number. Returns an empty list for a traced value, and for an array that this process cannot
-    read completely, because it has neither all shards nor a full copy.
+    An array of one element gives one number. Returns an empty list for a traced value,
+    and for an array that this process cannot read completely, because it has neither
+    all shards nor a full copy.
 
     Raises:
         ValueError: `value` is not a number or an array of numbers, or is empty.

@@ -167,9 +167,9 @@ def skip_outlier_gradients(
 def _agreed_norm(updates: optax.Updates, axis_name: Any) -> tuple[jax.Array, jax.Array]:
     """Returns whether the squared global norm is finite, and the norm.
 
-    Without `axis_name` both are of this device's gradients. With it both are equal on
-    all devices of the axis: whether all devices' squared norms are finite, and the
-    largest norm (0 if a squared norm is not finite).
+    Without `axis_name` both results are for this device's gradients. With `axis_name`
+    both are equal on all devices of the axis: whether all devices' squared norms are
+    finite, and the largest norm (0 if a squared norm is not finite).
     """
     squared = squared_norm(updates)
     # Tests the square: for one number XLA turns sqrt(x * x) into |x|, which is finite.

@@ -451,10 +451,11 @@ class Agent:
         return found
 
     def _step_down_if_isolated(self, leader: Leader) -> None:
-        """Gives up the leader key after two leases with too few connected hosts.
+        """Gives up the leader key if too few hosts stay connected to this leader.
 
-        Too few: this host and the connected hosts together are fewer than the job's
-        slots, and fewer than the hosts in the store.
+        Too few hosts are connected if they and this host are fewer than the job's slots
+        and fewer than the hosts in the store. The key is given up after twice the
+        duration of a lease.
         """
         needed = min(leader.num_slots, len(leader.view.hosts))
         if self._links.count + 1 >= needed:
@@ -547,11 +548,12 @@ class Agent:
             self._follower.obey(message)
 
     def _serve(self, ballot: tuple[int, int], server: str, size: int) -> None:
-        """Ends this host's JAX coordination service; starts one if `server` is this host.
+        """Ends the former coordination service; starts one if this host is `server`.
 
         The leader orders this in each round, an attempt to form the job. An order of an
-        earlier round than the latest one is ignored. Trainers connect to the service;
-        together they form a new world, which replaces the former one.
+        earlier round than the latest one is ignored. Trainers connect to JAX's
+        coordination service; the connected trainers form a new world, which replaces
+        the former one.
 
         Args:
             ballot: (term, number) of the round.

@@ -912,7 +912,7 @@ class Follower:
         Args:
             task: the task of the slot for which memory was allocated.
             layout: the trainer's layout.
-            is_new: whether the layout is not that of the restored commit.
+            is_new: whether the layout differs from that of the restored commit.
             outcome: whether the allocation succeeded.
         """
         error = outcome.exception()

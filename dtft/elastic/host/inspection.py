@@ -127,8 +127,8 @@ def _verified(
 class Pace:
     """Limits one verification to its rate, and reports its progress.
 
-    In the example 200 bytes at 100 bytes a second take 2 s. Progress is reported at 0, 1
-    and 2 s. Bytes count as read before the pause for them.
+    In the example 200 bytes at 100 bytes a second take 2 s. Progress is reported at 0,
+    1 and 2 s. Bytes count as read before the pause for them.
 
     >>> now, told = [0.0], []
     >>> def sleep(seconds): now[0] += seconds

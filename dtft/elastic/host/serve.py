@@ -189,7 +189,7 @@ class ServingHost:
             remove_memory_directory(config.memory_directory)
 
     def _check_domain(self) -> None:
-        """Checks this host's failure domain label against those of the other hosts.
+        """Checks this host's failure domain label against the labels of other hosts.
 
         Raises:
             JobMismatch: the label cannot be parsed or contradicts the others: hosts

@@ -368,7 +368,7 @@ class Membership:
     def _in_era(self, view: View) -> Compare:
         """Makes the condition that the store has lost no data since a view was read.
 
-        The condition is that the value of the era key is still that of the view.
+        The condition is that the era key still has the value that it had in `view`.
         """
         key = self.key("m/era")
         if not view.era_value:
@@ -450,10 +450,10 @@ class Membership:
         return Compare(key=key, target="create", value=view.leader_revision)
 
     def fenced(self, view: View, changes: list[Put | Delete]) -> bool:
-        """Applies a leader's changes if it still leads; blocks.
+        """Applies a leader's changes if this leader still leads; blocks.
 
-        It still leads if the leader key is that of `view`, and the store has lost no
-        data since then.
+        The leader still leads if the leader key is that of `view`, and the store has
+        lost no data since `view` was read.
 
         Returns:
             Whether the changes were applied; False also if `view` has no leader.

@@ -140,8 +140,8 @@ def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
 def obstructed(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
     """Returns the state of an outage after a full disk or taken port prevented a start.
 
-    The next start is due after the longest pause. Failed starts are counted anew,
-    because the data did not cause this failure.
+    The next start is due after the longest pause. The count of failed starts begins
+    again at 0, because the data did not cause this failure.
     """
     pause = limits.pauses_s[-1]
     return replace(outage, due=now + pause, counting_from=now + pause, failed=0)

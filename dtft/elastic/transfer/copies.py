@@ -72,7 +72,7 @@ class Copies:
                 steps and stay until `committed` is called; all other holders are
                 closed. None: every other holder is closed.
             epoch: (generation, attempt) of the leader's command to this host that needs
-                the holder; by default that of the newest command.
+                the holder; by default the epoch of the newest command.
 
         Raises:
             OSError: not enough memory for a new arena, or a newer command of the leader
@@ -128,7 +128,8 @@ class Copies:
     def share(self, turn: int) -> bytes:
         """Chooses which of its own slices this host copies at a snapshot.
 
-        With `share` "divided", the hosts that own a slice take turns in copying it.
+        If the config's `share` is "divided", the hosts that own a slice take turns in
+        copying it.
         `turn` numbers the snapshots since the slot was assigned (`SlotTask.turn`).
 
         Returns:

@@ -207,7 +207,7 @@ class Prefetcher:
             except (OSError, TimeoutError, FetchError, MemoryError) as error:
                 # The host may be gone, or a slice has changed: the leader, or the next
                 # answer, says how to go on.
-                logger.debug("slices of slot %d were not prefetched: %s", source.slot, error)
+                logger.debug("slices of slot %d not prefetched: %s", source.slot, error)
 
     def _fetch(
         self,

@@ -155,8 +155,8 @@ def restore_into(
     Args:
         holder: this host's copies for the slot in the order; its memory is filled.
         order: the leader's order: generation, attempt, step, digests, items, transfers
-            and regions. Its field `read` says whether own copies are read and verified
-            now; otherwise the trainer verifies them when it loads them.
+            and regions. Its field `read` says whether this host's copies are read and
+            verified now; otherwise the trainer verifies them when it loads them.
         host: this host's name.
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
@@ -443,8 +443,8 @@ def _flat(
 ) -> dict[str, Parts]:
     """Returns `memory` with contiguous memory for slices assembled from regions.
 
-    Replaces the memory of such a slice by one new buffer if it consists of several
-    buffers.
+    If the memory of a slice that is assembled consists of several buffers, it is
+    replaced by one new buffer.
     """
     flat = dict(memory)
     for order in orders:

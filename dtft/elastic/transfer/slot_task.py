@@ -1,8 +1,8 @@
 """The leader's order for one host's slot, and the pushers of the slot's copies.
 
-A pusher sends the slot's slices to one peer. When slots are assigned anew, a new order
-replaces the `SlotTask`, with its pushers, their shared rate limit and its count of
-staged steps (`turn`).
+A pusher sends the slot's slices to one peer. When slots are assigned anew, the host
+drops its `SlotTask`: the pushers, their shared rate limit and the count of staged steps
+(`turn`).
 """
 
 from collections.abc import Collection, Mapping
