@@ -27,7 +27,7 @@ def allocate(
 ) -> Counts:
     """Divides the microbatches of a step over nodes, for the shortest step.
 
-    A node is what takes microbatches, such as a replica. The integer shares minimise
+    A node is a worker that takes microbatches, such as a replica. The shares minimise
     `max(fixed_s + shares * unit_s)`. The result is exact: for this objective, the best
     rule is to give each microbatch in turn to the node that would finish it first. A
     bisection assigns all but the last few microbatches at once. At equal finishing
@@ -340,8 +340,8 @@ _ARRAYS = ("layer_s", "state_bytes", "activation_bytes", "capacity_bytes")
 class Layers:
     """The layers of a model as work to divide between pipeline stages (`balance.Work`).
 
-    A node is what runs a stage; stage s is on node s. A division is the number of
-    layers of each stage, `[stages]`.
+    A node runs one stage: stage s is on node s. A division is the number of layers of
+    each stage, `[stages]`.
     """
 
     layer_s: Floats

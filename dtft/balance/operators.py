@@ -86,11 +86,12 @@ class Operators:
         )
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
-        """Returns the placement with the shortest step among those that it tries.
+        """Tries one or more placements; returns the placement with the shortest step.
 
-        One placement is tried, or 1 + `TURNS` if a node has a `fixed_s` above 0. For
-        each further placement, a node's relative speed is the geometric mean of its
-        previous relative speed and its speed under the load of the previous placement.
+        The first placement is the best one for relative speeds of `1 / unit_s`. If a
+        node has a `fixed_s` above 0, `TURNS` further placements are tried. For each of
+        them, a node's relative speed is the geometric mean of its previous relative
+        speed and its speed under the load of the previous placement.
 
         Args:
             unit_s: seconds of each node per second of the cost model, `[n]`.

@@ -1,6 +1,7 @@
 """Measures the local devices, and fits the planner's cost model to the times.
 
-Fitted are constants such as bandwidths, latencies and the efficiency of matmuls.
+The fit determines constants such as bandwidths, latencies and the efficiency of
+matmuls.
 
 The measurements are in `microbenchmarks`, the fits in `dtft.planner.cost`.
 """
@@ -98,6 +99,9 @@ class BenchmarkSizes:
         above 0), only every third size of collectives is measured, because compiling
         takes longest, and memory is measured with the longest loops (`_LONG`).
 
+        In the example, four processes measure 3 of the 8 sizes of collectives on CPU,
+        and all 8 on accelerators.
+
         >>> [len(sizes.among(4).collectives) for sizes in (CPU, ACCELERATOR)]
         [3, 8]
         """
@@ -162,8 +166,8 @@ def measure_devices(
 ) -> Calibration:
     """Measures the local devices and fits the planner's cost model to the times.
 
-    Fitted are constants such as bandwidths, latencies and the efficiency of matmuls.
-    All devices run each benchmark at the same time, as in a training step.
+    The fit determines constants such as bandwidths, latencies and the efficiency of
+    matmuls. All devices run each benchmark at the same time, as in a training step.
 
     In a job of several processes, every process must call this function with
     `jax.devices()`.
@@ -462,9 +466,9 @@ def _overlap(
 ) -> tuple[DeviceType, float]:
     """Times a matmul beside all-reduces of several sizes, and fits their overlap.
 
-    Fitted are the share of a computation that collectives can overlap, and how much
-    slower it runs beside a collective. Returns the device with these numbers, and the
-    residual of the fit.
+    The fit determines the share of a computation that collectives can overlap, and how
+    much slower the computation runs beside a collective. Returns the device with these
+    numbers, and the residual of the fit.
     """
     _say("overlap ...")
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))

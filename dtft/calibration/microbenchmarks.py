@@ -462,7 +462,8 @@ def overlap_s(
 ) -> TimedProgram:
     """Times a matmul of two (side, side) matrices beside an all-reduce of `num_bytes`.
 
-    Neither needs the other's result, so they may run at the same time.
+    The matmul and the all-reduce do not depend on each other, so they may run at the
+    same time. `num_bytes` are the bytes of the operand on each device.
     """
     members = mesh.shape["group"]
 

@@ -14,8 +14,9 @@ once a second."""
 class Timeouts:
     """All timeouts of a job, in seconds.
 
-    Raises ValueError for a timeout that is not positive, for a `lease` or `step` that
-    is too short, and for two timeouts that contradict each other.
+    Raises ValueError if a timeout is not positive, `lease` is below 2 s, or `step` is
+    below `SHORTEST_STEP_S`. Also raises ValueError unless `restore` is below `start`,
+    `save` above `replicate`, and `step` below `stage`.
     """
 
     lease: float = 5.0

@@ -193,8 +193,8 @@ def verify_lines(record: Record) -> tuple[list[str], bool]:
     """Formats a verification as lines; also returns whether it succeeded.
 
     A verification succeeded if there is a commit, some bytes were read, no copy is
-    corrupt, all hosts answered, and every commit is healthy. Commits are not counted
-    if a host dropped copies of them before it had read these copies.
+    corrupt, all hosts answered, and every commit is healthy. The health of a commit is
+    ignored if a host dropped copies of the commit before it had read these copies.
     """
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
@@ -271,7 +271,9 @@ def show(source: "CheckpointFlags", step: int | None) -> int:
 def verify(
     source: "CheckpointFlags", step: int | None, rate: int, timeout_s: float
 ) -> int:
-    """Runs `dtft checkpoint verify`: reads all bytes and compares their digests.
+    """Runs `dtft checkpoint verify`: reads all bytes and compares their checksums.
+
+    The checksums are chunk digests for a live job, and fingerprints for a directory.
 
     Args:
         source: the directory or the live job.
@@ -556,8 +558,8 @@ def _observer(job: "JobFlags") -> "Iterator[Observer]":
 def _use_cpu() -> None:
     """Makes JAX use the CPU and allow 64-bit values; hides needless messages.
 
-    Orbax's log lines below ERROR are hidden, and the tracebacks that `_without_echoes`
-    drops.
+    The hidden messages are Orbax's log lines below ERROR, and the tracebacks that
+    `_without_echoes` drops.
     """
     import jax
 

@@ -263,8 +263,8 @@ class SoakCommand:
 
     An episode is a drill with one to three faults, drawn from a seed: killed, stopped
     and cut off hosts, trainers and stores, corrupt copies, full or read-only
-    directories, drained hosts, and exceptions. The same command goes on where it was
-    interrupted.
+    directories, drained hosts, and exceptions. After an interruption, run the same
+    command again: it runs only the episodes that are missing.
     """
 
     config: _Config

@@ -121,9 +121,12 @@ def _parsed(
 def _tell_keys(name: str, words: Sequence[str]) -> None:
     """Prints the help of flags that `command.run` parses, such as the config's keys.
 
-    `name` is the command's, and `words` are those after it. tyro has already printed
-    the help of the other flags. Prints nothing if the words without --help are not a
-    valid command line.
+    tyro has already printed the help of the other flags. Prints nothing if the words
+    without --help are not a valid command line.
+
+    Args:
+        name: name of the command.
+        words: the command-line words after the name.
 
     Raises:
         SystemExit: the help was printed (0), or CONFIG is wrong (2).
@@ -140,8 +143,8 @@ def _tell_keys(name: str, words: Sequence[str]) -> None:
 def _in_full(words: Sequence[str], bare: dict[str, str]) -> Iterator[str]:
     """Yields the words, with a value for each flag in `bare` that has none.
 
-    A flag has a value if the next word is a number. Otherwise it gets the value that
-    `bare` has for it. tyro does not support flags with an optional value.
+    A flag has a value if the next word is a number. Otherwise the flag gets its value
+    in `bare`. tyro does not support flags with an optional value.
 
     >>> list(_in_full(["--verify", "x", "--verify", "2"], {"--verify": "4"}))
     ['--verify=4', 'x', '--verify', '2']

@@ -93,10 +93,15 @@ def _checked(
 ) -> tuple[RunnablePlan, tuple[Section, ...]]:
     """Returns the plan that --trial or --verify chooses, and report sections about it.
 
-    `found` is the plan with the best prediction, `asked` what was planned. --trial runs
-    the best plans here, with the first rows of the config's data, and takes the
-    fastest. --verify compiles the best plans and takes the best one that fits. Without
-    either flag returns `found` alone.
+    --trial runs the best plans here, with the first rows of the config's data, and
+    takes the fastest. --verify compiles the best plans and takes the best one that
+    fits. Without either flag, returns `found` and no sections.
+
+    Args:
+        found: the plan with the best prediction.
+        asked: loss, optimizer, parameters and batch that were planned.
+        options: the flags of `dtft plan`.
+        experiment: the config.
     """
     decision = found.decision
     if decision is None:

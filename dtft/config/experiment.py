@@ -83,7 +83,7 @@ class BalanceConfig:
     def is_probe(self, step: int) -> bool:
         """Whether step `step`, counted from 1, is timed.
 
-        The last `probes` steps of each round of `every` steps are.
+        The last `probes` steps of each round of `every` steps are timed.
 
         >>> config = BalanceConfig(every=5, probes=2)
         >>> [step for step in range(1, 11) if config.is_probe(step)]
@@ -174,8 +174,8 @@ class PipelineConfig:
     def row_parts(self, stages: int) -> int:
         """Returns the number that must divide a replica's number of rows.
 
-        It is the least common multiple of `microbatches` and `stages`. With fsdp it
-        must divide the rows of one fsdp part of a replica.
+        The result is the least common multiple of `microbatches` and `stages`. With
+        fsdp, the result must divide the rows of one fsdp part of a replica.
 
         >>> PipelineConfig(microbatches=4).row_parts(stages=6)
         12
@@ -218,7 +218,7 @@ PlanFlag = Annotated[str, arg(aliases=("--mesh",))]
 class MeshConfig:
     """Sizes of the mesh axes, slowest-varying axis first.
 
-    One size may be -1, but not that of `stage`.
+    One size, but not that of `stage`, may be -1: all remaining devices.
     """
 
     replica: int = -1
@@ -262,7 +262,7 @@ class MeshConfig:
 class ClusterConfig:
     """Numbers of hosts and devices; limits for lost hosts and errors.
 
-    Spares are not counted.
+    Spare hosts are not part of these numbers.
     """
 
     hosts: int = 1

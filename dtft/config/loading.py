@@ -50,6 +50,8 @@ def unknown(config: Any, words: Sequence[str]) -> str:
         words: one or more unknown words; the message names the first flag, or without a
             flag the first word.
 
+    The example shows only the beginning of the message.
+
     >>> from dtft.config.experiment import MeshConfig
     >>> unknown(MeshConfig(), ["--fsd", "2"])[:49]
     'unknown config key --fsd. Did you mean --fsdp? No'
@@ -336,7 +338,8 @@ def shape_relevant(resolved: str) -> str:
 def refuse_other(saved: str, now: str, where: str | Path) -> None:
     """Checks that a checkpoint of config `saved` can be resumed with `now`.
 
-    Both are results of `to_json`; the error names `where`, the checkpoint's directory.
+    `saved` and `now` are results of `to_json`. The error names `where`, the directory
+    of the checkpoint.
 
     Raises:
         ConfigError: the configs differ in a key that must be equal.

@@ -33,7 +33,9 @@ class Samples(Protocol):
         ...
 
     def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
-        """Reads the fields of one sample, without dim 0. Called from several threads.
+        """Reads the fields of one sample, without the batch dim (dim 0 of `Columns`).
+
+        The method may be called from several threads at once.
 
         Args:
             sample: the sample's number, from 0.

@@ -58,6 +58,8 @@ def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
 def centre_box(width: int, height: int, share: float) -> Box:
     """Returns the centred square whose side is `share` of the shorter side.
 
+    The result is (left, upper, right, lower) in pixels.
+
     >>> centre_box(400, 256, 0.875)
     (88.0, 16.0, 312.0, 240.0)
     """

@@ -36,6 +36,8 @@ class RowOrder:
     domains", 2002). With 2^16 + 1, 2^18 + 1, ... samples the order is no permutation:
     one sample appears twice in an epoch, and another is missing (see `permuted`).
 
+    In the example, rows 5 to 9 are the second epoch of 5 samples.
+
     >>> order = RowOrder(num_samples=5, seed=7)
     >>> sorted(order.samples(np.arange(5, 10)).tolist())
     [0, 1, 2, 3, 4]
@@ -211,7 +213,7 @@ def rows_of(step: int, data_slot: int, num_data_slots: int, global_batch: int) -
     Args:
         step: number of steps finished before this step; 0 for the first step.
         data_slot: position along the mesh axes that divide the batch.
-        num_data_slots: number of such positions.
+        num_data_slots: number of data slots.
         global_batch: rows per step over all data slots.
 
     Returns:

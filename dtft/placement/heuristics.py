@@ -73,6 +73,9 @@ def split(
         Stretches in the order of items, none for a node without items; None if no
         split was found that has all kernels and fits into memory.
 
+    The example has four items, and node 0 is three times as fast as node 1. It lists
+    each node with its number of items.
+
     >>> rows = split(np.array([[1.0, 3.0]] * 4))
     >>> sorted((one.node, one.stop - one.start) for one in rows)
     [(0, 3), (1, 1)]
@@ -152,9 +155,9 @@ class _Row:
     ) -> tuple[Stretch, ...] | None:
         """Finds stretches of at most `limit` seconds that cover all items.
 
-        Each fits into its node's memory (`reach`). The nodes may have any order;
-        `kinds` has the groups of equal nodes. Returns None if there are no such
-        stretches.
+        Each stretch fits into its node's memory (`reach`). The nodes may have any
+        order; `kinds` has the groups of equal nodes. Returns None if no stretches
+        cover all items.
         """
         none = (0,) * len(kinds)
         far: dict[tuple[int, ...], int] = {none: 0}
@@ -181,8 +184,9 @@ class _Row:
     def best(self, under: _Under) -> tuple[Stretch, ...] | None:
         """Finds by bisection the least limit for which `under` returns stretches.
 
-        `under` maps a limit in seconds to stretches none of which takes longer, or to
-        None. Returns these stretches; None if there are none even without a limit.
+        `under` maps a limit in seconds to stretches that each take at most this time;
+        None if there are none. Returns the stretches for the least limit; None if
+        there are none even without a limit.
         """
         best = under(np.inf)
         if not best:
@@ -401,9 +405,10 @@ def faster(problem: Problem) -> Iterator[list[int]]:
     """Yields lists of the faster nodes, which together have a kernel for every task.
 
     A list leaves out the nodes whose relative time (`_pace`) is at or above a limit.
-    With up to four distinct times, each time but the least is such a limit. With more
-    times there is one limit, which leaves out about the slower half of the times. A
-    list whose nodes lack a kernel for a task is skipped.
+    If the nodes have up to four distinct times, there is a list for each time but the
+    least, with this time as the limit. With more times there is one list, and its limit
+    leaves out about the slower half of the times. A list whose nodes lack a kernel for
+    a task is skipped.
     """
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
@@ -465,7 +470,10 @@ class Search:
     """Makes candidate placements of a problem by several rules, and keeps the best."""
 
     def __init__(self, problem: Problem, order: Order, microbatches: int) -> None:
-        """Makes no candidate yet; `order` and `microbatches` are as in `place`."""
+        """Prepares the orders of tasks; makes no candidate yet.
+
+        `order` and `microbatches` are those of `place`.
+        """
         self.problem, self.microbatches = problem, microbatches
         self.order: Order = order
         self.best: Schedule | None = None
@@ -477,7 +485,7 @@ class Search:
         self.how = ""
 
     def step_s(self, found: Schedule) -> float:
-        """Computes the seconds of a step of `microbatches` from a schedule of one.
+        """Computes the seconds of a step from the schedule of one microbatch.
 
         The first microbatch takes the makespan. Each further microbatch adds the busy
         seconds of the busiest node or network port.
@@ -583,9 +591,9 @@ class Search:
     def contiguous(self) -> float | None:
         """Places a contiguous stretch of the program on each node (see `split`).
 
-        The first split ignores memory limits; if it does not fit into memory, a second
-        one observes them. Returns the step seconds, or None if memory or kernels do not
-        suffice.
+        The first split ignores the nodes' memory. If it does not fit into memory, a
+        second split takes memory into account. Returns the step seconds, or None if
+        memory or kernels do not suffice.
         """
         groups = self.problem.tasks.together
         rows = np.stack([self.problem.array[group].sum(0) for group in groups])

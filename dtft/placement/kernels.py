@@ -44,13 +44,15 @@ class Kernels:
     """Map from a JAX platform to the numbers of operators that do not lower on it."""
 
     def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
-        """Whether a device has a kernel for an operator, the program's `number`-th.
+        """Whether a device has a kernel for an operator.
 
-        It has one if `registered` lists the operator for the device's type or platform.
+        True if `registered` lists the operator for the device's type or platform.
         Otherwise `DeviceType.kernels` must list the operator. If `DeviceType.kernels`
         is None, it counts as listing all operators but custom calls (`CUSTOM`, such as
         a Pallas kernel), or none on the platform `other`. On JAX's platforms, an
-        operator that is no custom call must also be absent from `lacking`.
+        operator that is no custom call must also be absent from `lacking`, which names
+        operators by their `number` in the program. In the example, the FPGA's device
+        type lists element-wise operators and no matmuls.
 
         >>> from dtft.planner.cluster.catalog import device_type
         >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),

@@ -76,7 +76,8 @@ class Nodes:
     ) -> "Nodes":
         """Makes nodes with equal links; each node has a sending and a receiving port.
 
-        `latency_s` is in seconds, `bandwidth` in bytes a second.
+        `latency_s` is in seconds, `bandwidth` in bytes a second. The example shows the
+        seconds per byte between two nodes.
 
         >>> Nodes.joined([1e9, 1e9], latency_s=1.0, bandwidth=2.0).byte_s.tolist()
         [[0.0, 0.5], [0.5, 0.0]]

@@ -387,9 +387,10 @@ def _intervals(
 
 
 def _copies(graph: Graph) -> list[tuple[int, int]]:
-    """Finds equal layers; returns each one's first operator and that after its last.
+    """Finds equal layers; returns a pair of operator numbers for each layer.
 
-    If two sequences of equal layers overlap, only the one with more operators counts.
+    The pair is the layer's first operator, and the operator after its last. If two
+    sequences of equal layers overlap, only the one with more operators counts.
     """
     rows = find_repeats(graph).repeats
     taken = np.zeros(len(graph.operators), bool)

@@ -23,15 +23,17 @@ fingerprint)."""
 def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]:
     """Computes a fingerprint per array that does not depend on the array's sharding.
 
-    A fingerprint is two sums modulo 2**32 (lanes) over words that are mixed with their
-    positions. A change of any single word always changes the fingerprint. Storage keeps
-    a fingerprint of every leaf that is not empty, because Orbax does not detect a
-    flipped bit in its files. For arrays that span processes, all these processes must
-    make the same call.
+    The bits of an array are read as words of at most 32 bits, and each word is mixed
+    with its position. A fingerprint is two sums of these words modulo 2**32 (lanes). A
+    change of any single word always changes the fingerprint. Storage keeps a
+    fingerprint of every leaf that is not empty, because Orbax does not detect a flipped
+    bit in its files. For arrays that span processes, all these processes must make the
+    same call.
 
     Returns:
         Maps each key of `arrays` to a fingerprint of 16 hex digits. Arrays with equal
-        words in equal positions have equal fingerprints.
+        words in equal positions have equal fingerprints. The fingerprints of 0.0 and
+        -0.0 differ, because their bits differ.
 
     >>> zero = np.zeros(1, np.float32)
     >>> fingerprints({"a": zero}) == fingerprints({"a": -zero})
@@ -138,10 +140,11 @@ def on_accelerator(array: jax.Array) -> bool:
 def host_bytes(array: jax.Array, *, is_remote: bool | None = None) -> memoryview:
     """Returns the bytes of an array on one device as a view, in row-major order.
 
-    The array must be computed already. Views the buffer of a CPU array directly:
+    The array must be computed already. The buffer of a CPU array is viewed directly:
     `np.asarray` would keep a reference to the array, which silently cancels donation.
     The view is valid until the array is deleted or donated. Arrays on other devices,
     buffers that are not in row-major order and dtypes smaller than a byte are copied.
+    The bytes of a number have the machine's byte order (little-endian in the example).
 
     Args:
         array: the array.

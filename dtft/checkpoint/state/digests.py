@@ -112,6 +112,8 @@ class Chunks:
         """Cuts slices into chunks of `chunk_bytes` bytes.
 
         The last chunk of a slice may be smaller. An empty slice has one empty chunk.
+        In the example, `first` has the number of each slice's first chunk and then the
+        number of all chunks, and `sizes` has the bytes of each chunk.
 
         >>> one = Slice(path="w", start=(0,), stop=(10,), dtype="uint8")
         >>> empty = Slice(path="e", start=(0,), stop=(0,), dtype="uint8")
@@ -163,7 +165,7 @@ class Chunks:
         return np.repeat(chosen, np.diff(self.first))
 
     def owners_of(self, numbers: Sequence[int]) -> set[int]:
-        """Returns the indices of the slices that have the chunks of these numbers."""
+        """Returns the indices of the slices that the chunks `numbers` belong to."""
         return set((np.searchsorted(self.first, numbers, side="right") - 1).tolist())
 
     def chunk(self, memory: memoryview, buffer: int, number: int) -> memoryview:
@@ -240,8 +242,8 @@ Such a copy takes microseconds, less than making numpy arrays of source and targ
 def chunk_digests(buffer: Buffer, chunk_bytes: int) -> bytes:
     """Computes the digests of all chunks of a buffer, concatenated.
 
-    Every chunk has `chunk_bytes` bytes, except that the last one may have fewer, and a
-    digest of 16 bytes (xxh3-128). An empty buffer has one empty chunk.
+    Every chunk has `chunk_bytes` bytes; the last chunk may have fewer. Each digest has
+    16 bytes (xxh3-128). An empty buffer has one empty chunk.
 
     >>> len(chunk_digests(b"four chunks", chunk_bytes=3))
     64
@@ -280,7 +282,7 @@ def copy_and_digest(
     """Copies a buffer in blocks, and digests each copied block while it is in cache.
 
     Returns:
-        The same as `chunk_digests(destination, chunk_bytes)` afterwards.
+        The digests of the copy's chunks, as from `chunk_digests`.
 
     Raises:
         ValueError: `source` and `destination` differ in size.

@@ -142,6 +142,9 @@ def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
 def partition_of(mesh: MeshLayout, spec: Spec) -> Partition:
     """Computes how leaves with a partition spec from `normal_spec` are divided.
 
+    In the example the leaf has two parts: slots 0 and 2 own part 0, slots 1 and 3 own
+    part 1.
+
     >>> mesh = MeshLayout(
     ...     axis_names=("replica", "fsdp"), axis_sizes=(2, 2), slots=(0, 1, 2, 3)
     ... )
@@ -203,8 +206,8 @@ class Region:
 class Cells:
     """All overlaps (cells) of an old and a new partition; together they cover the leaf.
 
-    Each dim is cut into equal units, so fine that every part of both partitions has a
-    whole number of them.
+    Each dim is cut into equal units. They are so small that every part of both
+    partitions has a whole number of units.
     """
 
     units: tuple[int, ...]
@@ -227,6 +230,9 @@ class Cells:
 
 def overlap(old: Partition, new: Partition) -> Cells:
     """Computes the overlaps of an old and a new partition, in row-major order.
+
+    The example cuts a dim into 2 old and 3 new parts, so the dim has 6 units. It lists
+    the old part, the new part and the number of units of each overlap.
 
     >>> def halves(counts):
     ...     nobody = np.zeros(1, np.int64)

@@ -60,6 +60,9 @@ def split_ranges(
         chunk_bytes: bytes of a chunk; a range consists of whole chunks.
         range_bytes: largest number of bytes of a range.
 
+    The example prints each range as a list of parts: the index of the slice, the first
+    byte of the part, and the byte after its last.
+
     >>> for one in split_ranges([10, 0, 3], chunk_bytes=4, range_bytes=8):
     ...     print([(part.index, part.start, part.stop) for part in one])
     [(0, 0, 8)]

@@ -95,6 +95,9 @@ def _mapped(structure: Structure, leaf: Any) -> Structure:
 def build(structure: Structure, values: Any) -> Any:
     """Builds the tree that stock Orbax returns, with `values[number]` as leaves.
 
+    In a structure, "d" is a dict, "l" a list, "x" a leaf with its number, "t" an empty
+    tuple, and "n" None or another empty node.
+
     >>> build(("d", {"a": ("l", [("x", 1), ("t",)]), "b": ("n",)}), ["zero", "one"])
     {'a': ['one', ()], 'b': None}
     """

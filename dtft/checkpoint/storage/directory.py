@@ -43,8 +43,9 @@ class WrittenByAnother(RuntimeError):
 class StorageTier:
     """A storage directory: saves and restores checkpoints, and keeps the newest steps.
 
-    If JAX runs in several processes (`jax.distributed`), all must make the same calls,
-    which Orbax synchronizes. Listing steps needs no other process.
+    If JAX runs in several processes (`jax.distributed`), all processes must make the
+    same calls, because Orbax waits for all of them. Only the methods that list steps
+    may be called by one process alone.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class StorageTier:
             max_to_keep: number of the newest steps that a save keeps; None keeps all.
             read_only: whether saves are refused.
             scored: whether Orbax also writes the metrics of a step.
-            background: whether a save returns before the step is complete. With several
-                processes, one whose part of a save fails in the background reports the
-                error only after all others have ended theirs.
+            background: whether a save returns before the step is complete. If the
+                background part of a save fails on one of several processes, this
+                process reports the error after all other processes have ended their
+                parts.
 
         Raises:
             ValueError: `max_to_keep` is below 1.
@@ -87,7 +89,10 @@ class StorageTier:
     def save(
         self, step: int, arrays: Mapping[str, jax.Array], items: Mapping[str, Any]
     ) -> None:
-        """Begins to write a step of dtft's own training loop, as `write` does.
+        """Begins to write a step of dtft's own training loop.
+
+        `wait_until_finished` waits until the step is complete. The arrays must not
+        change before then. An existing step of the same number is replaced.
 
         Args:
             step: number of the step.
@@ -266,7 +271,7 @@ def orbax_options(
     scored: bool = False,
     background: bool = True,
 ) -> ocp.CheckpointManagerOptions:
-    """Makes the options of an Orbax manager, from arguments as for `StorageTier`."""
+    """Makes the options of an Orbax manager from arguments of `StorageTier`."""
     return ocp.CheckpointManagerOptions(
         max_to_keep=max_to_keep,
         cleanup_tmp_directories=True,
@@ -279,7 +284,7 @@ def orbax_options(
 
 
 class StepToStore:
-    """One step as it is given to Orbax: the arguments of a save, with fingerprints.
+    """The arguments of Orbax's save for one step, with the fingerprints of its arrays.
 
     A fingerprint is a checksum of an array's values; it is stored with the step.
 

@@ -25,8 +25,9 @@ def export_world(layout: Layout) -> ExportWorld:
     """Computes a part of the mesh whose slots together have every slice of the state.
 
     Replicas are left out: the part has only index 0 of each axis that divides no leaf,
-    and all indices of the other axes. So a position in it has the same slices as this
-    position in the full mesh.
+    and all indices of the other axes. A position in this part of the mesh has the same
+    slices as the same position in the full mesh. In the example the part is replica 0,
+    which is slots 0 and 1.
 
     >>> from dtft.checkpoint.state.slices import Leaf
     >>> mesh = MeshLayout(

@@ -253,7 +253,7 @@ class Exporter:
     """Writer that reads one slot's slices from memory and writes them to storage."""
 
     def __init__(self, opening: Opening) -> None:
-        """Checks the arguments and connects JAX with that of the other exporters.
+        """Checks the arguments and connects to the other exporters' JAX processes.
 
         Raises:
             ValueError: `opening` does not fit the layout: other slots must write the
@@ -291,9 +291,9 @@ class Exporter:
             step: number of the step.
             memory: one path, of the file that has all slices of this slot; or one path
                 per slice, of the file that has the slice.
-            buffers: where each chunk (the bytes of one digest) is in its file: a file
-                is divided into areas with room for every chunk, and this is the number
-                of the area. One byte per chunk, as hex.
+            buffers: for each chunk (the bytes of one digest), the number of the area of
+                its file that has the chunk; one byte per chunk, as hex. A file is
+                divided into areas of equal size, each with room for every chunk.
             digests: for each of the slot's slices in the layout's order, the digests of
                 its chunks, as hex.
             items: JSON values of the parts of the state that are not arrays.
@@ -402,9 +402,9 @@ class Exporter:
     def _turn(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context that holds the lock of a shared directory.
 
-        In an object store (a directory with "://") there are no locks, and the context
-        does nothing. Entering it raises StorageBusy if another writer holds the lock
-        for 0.8 of the save's limit.
+        Entering the context raises StorageBusy if another writer holds the lock for 0.8
+        times the time limit of a save. In an object store (a directory with "://")
+        there are no locks, and the context does nothing.
         """
         if "://" in self._opening.directory:
             return contextlib.nullcontext()

@@ -126,9 +126,10 @@ class ExporterProcess:
             )
 
     def _speak(self) -> None:
-        """Starts the process, writes the messages to its stdin, and then kills it.
+        """Starts the process and writes the messages to its stdin.
 
-        Runs on a thread of its own, because a write waits while the pipe is full.
+        Kills the process after `close`, or if a write fails. Runs on a thread of its
+        own, because a write waits while the pipe is full.
         """
         try:
             process = self._start()
@@ -155,7 +156,7 @@ class ExporterProcess:
                 pipe.flush()
 
     def _expect(self, limit_s: float) -> None:
-        """Lets `_guard` kill the process after `limit_s` seconds; 0 cancels that."""
+        """Makes `_guard` kill the process in `limit_s` seconds; 0: no time limit."""
         with self._condition:
             self._deadline_s = time.monotonic() + limit_s if limit_s else None
             self._condition.notify_all()

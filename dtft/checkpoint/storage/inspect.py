@@ -67,9 +67,9 @@ def missing_from(step: Path) -> str:
 def _missing_file(item: Path, handler: str) -> str:
     """Names a missing or unreadable metadata file of an item; "" if there is none.
 
-    `handler` is the class name of the item's Orbax handler. Of a JSON item, any file is
-    accepted, because its name can be configured in Orbax. Items with other handlers
-    than those for trees and JSON are not checked.
+    `handler` is the class name of the item's Orbax handler. Only items that are trees
+    or JSON are checked. A JSON item may have any file, because Orbax lets users
+    configure the file's name.
     """
     if handler == _JSON:
         files = {path.name for path in item.iterdir()}
@@ -181,13 +181,13 @@ def describe_step(
 
     Returns:
         The leaves, sorted by path, and a dict from name to JSON value. The dict has the
-        step's JSON items, and "metrics" and "custom_metadata" if the step has any. For
-        a step of dtft's own training loop, which has one JSON item, a dict, the dict
-        has that item's entries. For a step of stock Orbax the leaves have no
-        fingerprints, and the dict is empty.
+        step's JSON items, and "metrics" and "custom_metadata" if the step has any. A
+        step of dtft's own training loop has only one JSON item, which is a dict; the
+        returned dict then has the entries of this item. For a step of stock Orbax the
+        leaves have no fingerprints, and the dict is empty.
 
     Raises:
-        CheckpointUnreadable: what dtft stored to describe the step cannot be read.
+        CheckpointUnreadable: the record that dtft stored with the step cannot be read.
     """
     from dtft.checkpoint.state import ITEMS, is_experiment
     from dtft.checkpoint.storage.directory import shown_paths

@@ -66,10 +66,10 @@ def layout_of(
 
 
 def config_of(record: Record) -> str:
-    """Encodes what is the same at all steps, for the argument `config` of `layout_of`.
+    """Encodes the parts of a record that are the same at all steps, as JSON.
 
-    This is the structure of the user's tree, and path, kind, shape and dtype of its
-    leaves.
+    These are the structure of the user's tree, and path, kind, shape and dtype of its
+    leaves. The result is the argument `config` of `layout_of`.
     """
     raw = record.to_json()
     static = {name: raw[name] for name in ("default", "structures", "leaves")}
@@ -77,9 +77,10 @@ def config_of(record: Record) -> str:
 
 
 def dynamic_part(record: Record) -> dict[str, Any]:
-    """Encodes what may change at each step, with a digest, to be stored with the step.
+    """Encodes the parts of a record that may change at each step, with a digest.
 
-    This is JSON items, metrics, custom metadata and shardings.
+    These are JSON items, metrics, custom metadata and shardings. The result is stored
+    with the step.
     """
     return sealed(
         {
@@ -140,7 +141,9 @@ def same_slices(saved: Layout, wanted: Layout) -> bool:
 def moved_leaf(saved: Layout, wanted: Layout) -> str:
     """Describes the first leaf with a slice that a process wants but did not save.
 
-    Without such a leaf, says that every process has what it wants.
+    If there is no such leaf, the text says that every process has what it wants. In the
+    example, processes 0 and 1 have changed places in the mesh, so each wants the half
+    of the leaf that the other has saved.
 
     >>> one, other = (MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=slots)
     ...     for slots in ((0, 1), (1, 0)))

@@ -174,8 +174,8 @@ class StoredSteps:
         Returns:
             A list of the leaves' values, in the record's order, and a dict from item
             name to JSON value. A leaf's value is a jax array (the key data of a PRNG
-            key) or a numpy array. It is None if the leaf's item is not in `wanted`,
-            unless the leaf is an empty array.
+            key) or a numpy array. The value is None if the leaf's item is not in
+            `wanted`; but an empty array is always returned, as a numpy array.
 
         Raises:
             CheckpointUnreadable: the step cannot be read, or is corrupt.
@@ -315,7 +315,7 @@ def _json(item: epath.Path) -> Any:
 
 
 def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> Any:
-    """Makes what Orbax's restore needs to know of a leaf: its target.
+    """Makes the target of a leaf for Orbax's restore.
 
     Args:
         leaf: kind, shape and dtype of the saved leaf.
@@ -324,8 +324,8 @@ def _abstract(leaf: LeafRecord, number: int, wanted: RestoreTarget | None) -> An
 
     Returns:
         A Python number or a numpy array if the saved leaf was one, otherwise a
-        `jax.ShapeDtypeStruct` with the wanted sharding. None for an empty leaf, which
-        Orbax does not store.
+        `jax.ShapeDtypeStruct` with the wanted sharding, by default on the first local
+        device. None for an empty leaf, which Orbax does not store.
     """
     assert wanted is not None
     dtype = np.dtype(leaf.dtype)
