@@ -88,10 +88,11 @@ class Operators:
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
         """Tries one or more placements; returns the placement with the shortest step.
 
-        The first placement is the best one for relative speeds of `1 / unit_s`. If a
-        node has a `fixed_s` above 0, `TURNS` further placements are tried. For each of
-        them, a node's relative speed is the geometric mean of its previous relative
-        speed and its speed under the load of the previous placement.
+        Each placement is the result of `by_weight` for relative speeds of the nodes.
+        The first relative speeds are `1 / unit_s`. If a node has a `fixed_s` above 0,
+        `TURNS` further placements are tried. The relative speed of a node is then the
+        geometric mean of its previous relative speed and its speed under the load of
+        the previous placement.
 
         Args:
             unit_s: seconds of each node per second of the cost model, `[n]`.

@@ -419,9 +419,9 @@ class CheckpointConfig:
 
     @property
     def cadence(self) -> Cadence:
-        """The rule with which a job starts: after which steps it takes snapshots.
+        """The rule at the start of a job: after which steps it takes snapshots.
 
-        With interval=auto it first takes a snapshot after every step.
+        With interval=auto, the job at first takes a snapshot after every step.
         """
         if self.interval == "auto":
             return Cadence(interval=1, period=self.max_interval)

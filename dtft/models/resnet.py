@@ -90,7 +90,11 @@ class Bottleneck(nnx.Module):
         )
 
     def __call__(self, x_BHWC: jax.Array) -> jax.Array:
-        """Computes the rectified sum of the convolutions and the shortcut."""
+        """Applies ReLU to the sum of the convolutions' output and the shortcut.
+
+        The shortcut is the input, or a 1x1 convolution of the input if the output has
+        another shape.
+        """
         y_BHWC = nnx.relu(self.reduce(x_BHWC))
         y_BHWC = self.expand(nnx.relu(self.spatial(y_BHWC)))
         if self.shortcut is not None:

@@ -44,7 +44,7 @@ class Block(nnx.Module):
         self.down = nnx.Linear(4 * config.width, config.width, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Adds both branches to the residual stream."""
+        """Adds the attention's output to `x_BTD`, then adds the perceptron's output."""
         x_BTD = x_BTD + self.attention(self.norm_attention(x_BTD))
         return x_BTD + self.down(nnx.gelu(self.up(self.norm_mlp(x_BTD))))
 

@@ -650,8 +650,8 @@ class Search:
         """Places tasks without memory limits, then moves tasks to use less memory.
 
         Returns:
-            The placements found without limits, then the placement with the fewest
-            missing bytes. Memory may still not suffice for the last placement.
+            The placements found without limits, then the placement that exceeds the
+            nodes' memory by the fewest bytes (0 if it fits).
         """
         roomy = Search(self.problem.roomy(), self.order, self.microbatches)
         roomy.greedy()

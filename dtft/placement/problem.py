@@ -123,9 +123,9 @@ def shared_s(seconds: Floats) -> float:
 
     For any weights y of nodes that add up to 1, the busiest node takes at least the sum
     over tasks of the min over nodes of y * seconds (the dual of assigning divisible
-    tasks). The weights with the largest bound are searched for: each of `_ROUNDS`
-    iterations raises the weights of nodes with more load than others. The example
-    divides three tasks of 1 s between two nodes.
+    tasks). Returns the largest bound of `_ROUNDS` iterations, each of which raises the
+    weights of nodes with more load than others. The example divides three tasks of 1 s
+    between two nodes.
 
     Args:
         seconds: `[tasks, nodes]`, infinite where a node cannot run a task.

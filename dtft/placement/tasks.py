@@ -352,7 +352,7 @@ def tasks_of(
 def _intervals(
     graph: Graph, grain: Grain, together: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Divides the program into tasks; yields for each its first operator and the
+    """Divides the program into tasks; yields the first operator of each task, and the
     operator after its last.
 
     Each loop and each pair of `together` is one task. With grain `block`, each of

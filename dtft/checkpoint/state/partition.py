@@ -130,7 +130,7 @@ def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
     """Groups the leaves of a layout by how they are divided over its mesh.
 
     Returns:
-        Partition spec, in the form that `normal_spec` gives it, to the positions in
+        Maps each partition spec, as `normal_spec` returns it, to the positions in
         `layout.leaves` of the leaves with this spec.
     """
     found: dict[Spec, list[int]] = {}
@@ -142,8 +142,8 @@ def leaves_by_spec(layout: Layout) -> dict[Spec, list[int]]:
 def partition_of(mesh: MeshLayout, spec: Spec) -> Partition:
     """Computes how leaves with a partition spec from `normal_spec` are divided.
 
-    In the example the leaf has two parts: slots 0 and 2 own part 0, slots 1 and 3 own
-    part 1.
+    In the example, a leaf has two parts: slots 0 and 2 own part 0, and slots 1 and 3
+    own part 1.
 
     >>> mesh = MeshLayout(
     ...     axis_names=("replica", "fsdp"), axis_sizes=(2, 2), slots=(0, 1, 2, 3)
@@ -320,7 +320,7 @@ class LeafBundle:
         return shapes, units
 
     def rows(self, leaf: np.ndarray, cell: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Chooses for n pairs of a leaf and a cell the dim along which to cut.
+        """Chooses the dim along which to cut, for n pairs of a leaf and a cell.
 
         A cell is the overlap of an old and a new part of the leaf. The dim is the first
         dim along which the cell has at least `EVEN_ROWS` elements. If there is no such

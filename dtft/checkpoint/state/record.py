@@ -181,7 +181,7 @@ class Record:
 
     @functools.cached_property
     def layout(self) -> Layout:
-        """The leaves as those of a job with one slot, which owns every leaf whole."""
+        """The layout of a job with one slot, which owns every leaf of the record."""
         return _layout(self.leaves)
 
     def to_json(self) -> dict[str, Any]:

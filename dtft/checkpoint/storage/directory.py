@@ -44,8 +44,8 @@ class StorageTier:
     """A storage directory: saves and restores checkpoints, and keeps the newest steps.
 
     If JAX runs in several processes (`jax.distributed`), all processes must make the
-    same calls, because Orbax waits for all of them. Only the methods that list steps
-    may be called by one process alone.
+    same calls, because a save waits for all processes. Listing steps needs no other
+    process.
     """
 
     def __init__(

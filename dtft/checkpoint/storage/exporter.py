@@ -327,7 +327,7 @@ class Exporter:
     def _parts(self, memory: list[str], buffers: bytes) -> list[Parts]:
         """Maps the memory files; returns the bytes of each of the slot's slices.
 
-        `memory` and `buffers` are as for `save`; `buffers` is decoded.
+        `memory` and `buffers` are those of `save`, with `buffers` decoded from hex.
 
         Raises:
             ValueError: `buffers` does not fit the slot's chunks or the files' sizes.

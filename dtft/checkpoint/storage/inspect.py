@@ -68,8 +68,8 @@ def _missing_file(item: Path, handler: str) -> str:
     """Names a missing or unreadable metadata file of an item; "" if there is none.
 
     `handler` is the class name of the item's Orbax handler. Only items that are trees
-    or JSON are checked. A JSON item may have any file, because Orbax lets users
-    configure the file's name.
+    or JSON are checked. For a JSON item a file of any name suffices, because the name
+    can be configured in Orbax.
     """
     if handler == _JSON:
         files = {path.name for path in item.iterdir()}
@@ -285,8 +285,8 @@ def copy_step(directory: Path, step: int, target: Path) -> int:
     Raises:
         ValueError: the target is the source or has the step already, files of the step
             are missing, or the step has no fingerprints because stock Orbax wrote it.
-        CheckpointUnreadable: the step is corrupt (then nothing was written), or its
-            copy is.
+        CheckpointUnreadable: the step is corrupt (then nothing was written), or the
+            copy is corrupt.
     """
     if target.resolve() == directory.resolve() or (target / str(step)).exists():
         raise ValueError(
