@@ -82,11 +82,12 @@ class AgentCheckpointManager:
             chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
             storage_directory: the directory of the storage tier.
             cadence: the steps after which `should_save` is True; by default all steps.
-            automatic: whether the leader adapts the snapshot interval. If so, each step
-                is saved with the interval that follows it.
+            automatic: whether the leader adapts the snapshot interval. If so, the
+                interval after a step is saved among the step's JSON items, and is
+                restored with the step.
             last: the last step of the run, which the caller always saves. If `last` is
-                given, each save also requests memory for the next step to save; the
-                agent assigns it in the message that the saved step is safe.
+                given, each save also requests memory for the next step to save. The
+                agent assigns this memory when it reports that the saved step is safe.
         """
         self._dialogue = dialogue
         self._slot, self._chunk_bytes = slot, chunk_bytes
@@ -205,9 +206,8 @@ class AgentCheckpointManager:
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into memory shared with the agent; agents replicate it.
 
-        A chunk (a part of an array's bytes) that changed neither in the last save nor
-        since then is not written. The arrays may be donated when this method has
-        returned.
+        A chunk (a part of an array's bytes) is not written if it is the same as in the
+        last two saves. The arrays may be donated when this method has returned.
 
         Returns:
             Always True.
@@ -327,8 +327,8 @@ class AgentCheckpointManager:
     def wait_until_mapped(self) -> None:
         """Waits until all memory shared with the agent is mapped into this process.
 
-        A background thread maps it page by page. A save before that is slower, because
-        it maps the pages that it writes.
+        A background thread maps the memory page by page. A save before all pages are
+        mapped is slower, because the save maps the pages that it writes.
 
         Raises:
             TimeoutError: the pages were not mapped in time.
@@ -623,7 +623,10 @@ class AttachedMemory(AgentCheckpointManager):
         return self._flushed.pop(token)
 
     def ask_storage(self, step: int, *, store: bool) -> int:
-        """Sends the request of `flush` without waiting for the answer.
+        """Sends the request of `flush`, and returns at once.
+
+        The agent answers when the step is committed. With `store`, it answers when
+        storage has the step or a later step, or when an export has failed.
 
         Returns:
             A number that the agent's answer repeats.

@@ -139,7 +139,8 @@ _READ_BYTES = 64 << 10
 def _address(path: Path) -> Iterator[str]:
     """Yields a short address of a Unix socket, valid while the context lasts.
 
-    An address has at most 107 bytes, but the path of a socket may be longer.
+    An address has at most 107 bytes, but the path of a socket may be longer. So the
+    address names the socket's directory by the number of an open file descriptor.
     """
     directory = os.open(path.parent, os.O_DIRECTORY)
     try:
@@ -610,7 +611,7 @@ def only_free(agents: Iterable[SeenAgent]) -> Path:
     """Returns the socket of the only agent without an attached process.
 
     Raises:
-        NoAgent: there is no such agent, or more than one.
+        NoAgent: no agent, or more than one, is without an attached process.
 
     >>> taken = SeenAgent(path=Path("/a/agent.sock"), job="j", host="h", taken_by=7)
     >>> only_free([taken])
@@ -750,7 +751,8 @@ class Dialogue:
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
         """Starts a receiving thread; `take` gets each message with `condition` held.
 
-        An exception of `take` ends the thread and every wait, but not the link.
+        If `take` raises an exception, the thread ends, and every wait raises AgentGone.
+        The link stays open.
         """
         threading.Thread(target=self._hear, args=(take,), daemon=True).start()
 

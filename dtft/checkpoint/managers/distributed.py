@@ -166,8 +166,8 @@ def renumbered(
     same process. Returns None if a process now has fewer devices than were saved.
 
     Args:
-        wanted: the saved devices.
-        there: the devices of this run.
+        wanted: (process index, device id) of each saved device.
+        there: (process index, device id) of each device of this run.
 
     >>> renumbered([(1, 9), (0, 4)], [(0, 4), (1, 9)])
     [(1, 9), (0, 4)]
@@ -429,8 +429,8 @@ class JobSteps:
             self._listed = self._stored.steps()
         except OSError as error:
             logger.warning(
-                "the steps in storage (%s) cannot be listed: %s; those listed last are "
-                "taken to be there",
+                "the steps in storage (%s) cannot be listed: %s; the last successful "
+                "listing is used",
                 self._stored.directory,
                 error,
             )

@@ -101,7 +101,11 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
 
     @property
     def automatic(self) -> Automatic:
-        """The limits of an automatic interval: the budget and the longest interval."""
+        """The limits of an automatic interval between saves.
+
+        These are the wall time that saves may add, as a fraction of the steps' own wall
+        time, and the largest number of steps between two saves.
+        """
         return Automatic(budget=self.stall_budget, maximum=self.max_interval_steps)
 
     def score(self, metrics: Any) -> float | None:
@@ -165,7 +169,7 @@ def _number(name: str, value: Any, below: float) -> float:
     """Returns the value of an option as a float.
 
     Raises:
-        ValueError: the value is no number above 0 and below `below`.
+        ValueError: the value is not a number, not above 0, or not below `below`.
     """
     is_number = hasattr(value, "__float__") and not isinstance(value, bool)
     if is_number and 0 < float(value) < below:

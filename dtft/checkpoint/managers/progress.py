@@ -1,8 +1,9 @@
 """A host's progress board: a few numbers in shared memory, written without a syscall.
 
 The trainer and its agent write their progress to the board. The agent reads the board
-to detect a hung trainer and for its reports. Drills read the board to inject a fault at
-a given progress. Commands read it to report the newest committed step.
+to detect a hung trainer and for its reports. Drills (runs with injected faults) read
+the board to inject each fault at its step. Commands read the board to report the newest
+committed step.
 """
 
 import mmap

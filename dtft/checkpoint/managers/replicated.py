@@ -169,7 +169,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
     def latest_step(self) -> int | None:
         """Returns the newest step of `all_steps`; None if there is no step.
 
-        Waits like `all_steps`.
+        In a job of several processes, waits like `all_steps` until the step saved last
+        has all its copies on other hosts.
         """
         return max(self.all_steps(), default=None)
 

@@ -1,7 +1,7 @@
 """Measures the cost of saves in one process, to adapt the interval between saves.
 
 A save begins when the arrays to save are computed, and ends when they are saved. The
-time between two saves counts as the time of steps. From both,
+time between two saves is the time of the training steps between them. From both times,
 `dtft.checkpoint.replication.snapshot_interval` chooses an automatic interval.
 """
 
@@ -68,8 +68,9 @@ class SaveClock:
     def saving(self, step: int, args: Any) -> Iterator[None]:
         """Measures the save in a `with` body, and then adapts an automatic interval.
 
-        Waits first until the arrays of the step are computed: this wait counts as the
-        time of steps. With a fixed interval only the body runs.
+        Waits first until the arrays of the step are computed. This wait counts as time
+        of the training steps, not of the save. With a fixed interval, only runs the
+        body.
 
         Args:
             step: the step that is saved.
