@@ -203,9 +203,9 @@ one fewer than `OWN_BUFFERS`, because a host exports only its own slices."""
 def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
     """Computes the bytes of shared memory that the host in `slot` needs for copies.
 
-    These are copies of its own slices and of the slices that `placement` gives it to
-    keep for peers. Slices are not cut into chunks, so this is quick even for a huge
-    state.
+    The host keeps copies of its own slices, and of the peers' slices that `placement`
+    assigns to it. The computation does not cut slices into chunks, so it is quick even
+    for a huge state.
     """
     incoming = [p.slices for p in placement.pushes if p.target == slot]
     hosted = sum(offsets_of(slices)[1] for slices in incoming)
@@ -218,7 +218,8 @@ class ArenaMap:
 
     Every chunk (a part of a slice's bytes) has several buffers in the arena, so that
     the arena holds copies of several steps. The buffers of the host's own slices come
-    first. Those of the slices that it keeps for peers follow, peer by peer.
+    first. Then come, peer by peer, the buffers of the slices that the host keeps for
+    its peers.
     """
 
     own: Chunks
@@ -278,7 +279,9 @@ class AlignedAllocator:
         self._slab = np.empty(0, np.uint8)
 
     def take(self, nbytes: int) -> np.ndarray:
-        """Allocates [nbytes] uint8, aligned for XLA, with unspecified contents.
+        """Allocates [nbytes] uint8 with unspecified contents.
+
+        The memory is aligned to 64 bytes, so that XLA uses it without a copy.
 
         >>> allocator = AlignedAllocator(total=300)
         >>> taken = [allocator.take(100), allocator.take(200)]

@@ -31,6 +31,9 @@ class BufferRefCounts:
     free when no version refers to it. All operations are vectorised over the chunks, so
     a version of 10^5 chunks costs little.
 
+    In the example, 255 (`ABSENT`) means that the version `second` does not have chunk
+    0. In the end, buffer 0 of both chunks is free, and buffer 1 of chunk 1 is in use.
+
     >>> ref_counts = BufferRefCounts(num_chunks=2, num_buffers=2)
     >>> first = ref_counts.acquire(np.array([0, 1]))
     >>> second = ref_counts.acquire(np.array([1]))
@@ -197,7 +200,7 @@ class ChunkPool:
         ]
 
     def parts(self, copy: Copy, index: int) -> Parts:
-        """Returns the memory of the slice at `index`, in as few pieces as possible."""
+        """Returns the memory of a copy's slice `index`, in as few pieces as possible."""
         return self.chunks.parts(self._memory(), copy.buffers, index)
 
     def chunk(self, buffers: np.ndarray, number: int) -> memoryview:

@@ -44,8 +44,8 @@ class Receiving:
     def keep(self, copy: Copy) -> None:
         """Takes over the chunks of an older copy that have the digests of this push.
 
-        The push shares their buffers. The chunks count as received, so the peer does
-        not send them.
+        The push shares the buffers of these chunks. The chunks count as received, so
+        the peer does not send them.
         """
         same = self.pool.unchanged(copy, self.digests)
         self.buffers[same], self.states[same] = copy.buffers[same], _HERE
@@ -214,8 +214,8 @@ class Hosting:
     def _reserved(self, wanted: Receiving, source: int) -> bool:
         """Takes memory for every chunk of a push; returns whether this succeeded.
 
-        If there is none free for a chunk, gives up other unfinished pushes from the
-        same slot (`source`), except those that a connection carries, and tries again.
+        If a chunk has no free buffer, gives up the other unfinished pushes from the
+        same slot (`source`) that no connection carries, and tries again.
         """
         if wanted.reserve():
             return True

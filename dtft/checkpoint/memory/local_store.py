@@ -1,7 +1,7 @@
 """The steps that one process keeps in its own memory, with digests and a commit log.
 
-A new step is written beside the kept steps and then committed. If there are more steps
-than the limit then, the steps written first are dropped. An unchanged leaf shares the
+A new step is written beside the kept steps and then committed. If memory then has more
+steps than the limit, the steps written first are dropped. An unchanged leaf shares the
 buffer of the step written before. The memory has no name in any directory, so the
 system frees it however the process ends.
 
@@ -70,6 +70,9 @@ class LeafMemory:
     equal refer to one buffer of the leaf, so an unchanged leaf takes memory once.
     `BufferRefCounts` counts these references.
 
+    In the example, each of the first two steps reserves an extent, so `paths` has two
+    entries.
+
     >>> leaf = Slice(path="w", start=(0,), stop=(4,), dtype="uint8")
     >>> memory = LeafMemory((leaf,))
     >>> one, other = memory.acquire(), memory.acquire()
@@ -118,7 +121,7 @@ class LeafMemory:
     def paths(self) -> dict[int, str]:
         """Maps each buffer number to a path by which another process opens the memory.
 
-        The memory at a path has the buffers of this number of all leaves.
+        The memory at the path of number p has buffer p of every leaf.
         """
         return {buffer: extent.path for buffer, extent in self._extents.items()}
 

@@ -57,7 +57,7 @@ class HeldCopies:
             yield self._hosting.pools[source], copy
 
     def listed(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Lists (slice key, memory, recorded digests) for the slices of `step` here.
+        """Lists (slice key, memory, recorded digests) of `step`'s slices on this host.
 
         The memory is not read. Slices with a chunk (a part of their bytes) known to be
         corrupt are left out.
@@ -384,7 +384,8 @@ class ReplicaStore:
     def pin(self, step: int) -> int:
         """Keeps the bytes of this host's own slices of `step` until `unpin`.
 
-        They stay while an export to storage reads them, even if the step is dropped.
+        The bytes stay while an export to storage reads them, even if the step is
+        dropped.
 
         Returns:
             A number that identifies this pin.
@@ -478,7 +479,7 @@ class ReplicaStore:
             return self._held.steps()
 
     def copies(self, step: int) -> list[tuple[str, Parts, bytes]]:
-        """Lists (slice key, memory, recorded digests) for the slices of `step` here.
+        """Lists (slice key, memory, recorded digests) of `step`'s slices on this host.
 
         The memory is not read. Slices with a chunk (a part of their bytes) known to be
         corrupt are left out.

@@ -1,8 +1,8 @@
 """Copies a step's slices from devices into an arena, and back with verification.
 
 Runs in the trainer, at a step boundary: every array must be ready, and the next step
-(which donates the buffers) must not have been dispatched. A chunk that changed neither
-at the last snapshot nor since then is not written.
+(which donates the buffers) must not have been dispatched. A chunk (a part of a slice's
+bytes) is not written if it is the same as in the last two snapshots.
 """
 
 import itertools
@@ -285,7 +285,8 @@ class SnapshotPlan:
     def _shard_of(self, array: HostOrDevice, index: int) -> _Shard:
         """Returns the shard of an array that is slice `index`.
 
-        A numpy array has no shards and is returned whole.
+        Also returns whether the shard is in the memory of an accelerator. A numpy array
+        has no shards and is returned whole.
 
         Raises:
             ValueError: the slice is not on this host's devices.
@@ -423,7 +424,7 @@ def _bounds(
 def _fetched(shards: Iterable[_Shard]) -> Iterator[_Shard]:
     """Yields the shards in order, with copies from accelerators started in advance.
 
-    Copies to the host of later shards are started before a shard is yielded, so many
+    Before a shard is yielded, copies of later shards to the host are started, so many
     small arrays are not copied one by one. At most about `_AHEAD_BYTES` bytes are
     copied in advance.
     """
