@@ -163,12 +163,18 @@ class TlsStream(SocketStream):
         self.binding = hashlib.sha256(certificate).digest()
 
     def end(self) -> None:
-        """As `SocketStream.end`; may also be called while `greet` runs."""
+        """Shuts the connection down in both directions; wakes threads in `poll`.
+
+        May also be called while `greet` runs.
+        """
         self._ended = True
         super().end()
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """As `SocketStream.send`, but sends bytes of the first buffer only."""
+        """Sends as many bytes of the first buffer as TLS takes; returns their number.
+
+        Does not send the other buffers. Raises the errors of `SocketStream.send`.
+        """
         with self._lock:
             try:
                 return self._secure.send(buffers[0][:_TLS_BYTES_PER_CALL])
@@ -176,7 +182,11 @@ class TlsStream(SocketStream):
                 raise WouldBlock(_event(error)) from None
 
     def receive_into(self, buffers: Sequence[memoryview]) -> int:
-        """As `SocketStream.receive_into`, but fills the first buffer only."""
+        """Receives bytes into the first buffer only; returns the number of bytes.
+
+        Returns 0 if the peer has ended the stream. Raises the errors of
+        `SocketStream.receive_into`.
+        """
         with self._lock:
             try:
                 return self._secure.recv_into(buffers[0])
@@ -184,7 +194,11 @@ class TlsStream(SocketStream):
                 raise WouldBlock(_event(error)) from None
 
     def poll(self, event: int, timeout_s: float) -> bool:
-        """As `SocketStream.poll`; bytes that are already decrypted count as POLLIN."""
+        """Waits for `event` (POLLIN or POLLOUT) or an error of the socket.
+
+        Bytes that are already decrypted count as POLLIN. Returns False if nothing has
+        occurred after `timeout_s` seconds.
+        """
         if event == select.POLLIN:
             with self._lock:
                 if self._secure.pending():
@@ -294,7 +308,7 @@ class Channel:
     """
 
     def __init__(self, stream: SocketStream, address: str) -> None:
-        """Takes over a connected stream; `address` is used in messages."""
+        """Takes over a connected stream; errors and logs name the peer by `address`."""
         self.address = address
         self.peer: Header = {}
         """At the server, the client's first message (hello); at the client, the
@@ -481,8 +495,9 @@ class Channel:
     def _use(self) -> Iterator[None]:
         """Keeps the socket's descriptor open while the context lasts.
 
-        Counts the threads that use the descriptor. After `close`, the last of them
-        closes it, so that its number is not reused while a thread still uses it.
+        Counts the threads that use the descriptor. After `close`, the last of these
+        threads closes the descriptor. So the system does not give the descriptor's
+        number to another file while a thread still uses the number.
 
         Raises:
             ChannelClosed: the channel was closed on this host.
@@ -502,7 +517,7 @@ class Channel:
 
     @property
     def name(self) -> str:
-        """Name of the peer in messages: its address, and its host's name if known."""
+        """Name of the peer for errors and logs: its address, and its host if known."""
         host = self.peer.get("host")
         return f"{host} ({self.address})" if host else self.address
 

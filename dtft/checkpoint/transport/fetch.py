@@ -59,8 +59,8 @@ _PAUSE_S = 0.05
 def streams_each(num_peers: int) -> int:
     """Computes how many connections a host opens to each of the peers it fetches from.
 
-    The host receives the bytes of all peers. So it has at most `STREAMS` connections in
-    all, or one for each peer if there are more than `STREAMS` peers.
+    The host receives the bytes of all peers. So it has at most `STREAMS` (4)
+    connections in all, or one for each peer if there are more than `STREAMS` peers.
 
     >>> [streams_each(num_peers) for num_peers in (1, 2, 3, 9)]
     [4, 2, 1, 1]
@@ -187,7 +187,7 @@ class _Work:
                     self._corrupt[self.wanted[part.index].key] = None
 
     def cut(self, begun: Range, others: Sequence[Range], error: str) -> int:
-        """Counts a failed connection; what it has not received is requested again.
+        """Counts a failed connection; its unverified chunks are requested again.
 
         Args:
             begun: the range whose answer may have arrived in part, or () if there is
@@ -195,7 +195,7 @@ class _Work:
                 queued.
             others: the other ranges that were requested on the connection and not
                 answered.
-            error: the reason, for messages.
+            error: the reason, for the text of a FetchError.
 
         Returns:
             The number of verified bytes in `begun`.
@@ -237,11 +237,13 @@ def _stream(
 ) -> None:
     """Fetches ranges over one connection until no range of `work` is left to request.
 
-    Opens a broken connection again. Gives up if the peer refuses connections, lacks a
-    slice, or has a slice of another size, after a NIXL read that was not released, at
-    the deadline, and after `TRIES` connections in a row without progress. The
-    unverified ranges of a broken connection return to `work`, where other connections
-    can take them.
+    Opens a broken connection again. The unverified ranges of a broken connection return
+    to `work`, where other connections can take them. Gives up in these cases:
+
+    * The peer refuses connections, lacks a slice, or has a slice of another size.
+    * NIXL has not released a read.
+    * The deadline has passed.
+    * `TRIES` connections in a row made no progress.
 
     Args:
         work: the ranges to fetch; failures are recorded here.
@@ -300,8 +302,8 @@ def _opened(
     """Receives the peer's first answer and compares its slice sizes with `sizes`.
 
     Returns:
-        What the peer's `Nixl.lend` yielded, with which its memory can be read; None if
-        the peer lends no memory.
+        The offer that the peer's `Nixl.lend` yielded, which `_read` needs to read the
+        peer's memory. None if the peer lends no memory.
 
     Raises:
         FetchError: the peer lacks a slice, or the sizes differ.

@@ -73,8 +73,8 @@ class Outbound:
 
         Returns:
             Whether the message was sent or queued. False if the channel has ended, or
-            is closed now because a limit is exceeded. True does not mean that the peer
-            has received the message.
+            is closed now because a limit is exceeded or the writer thread cannot be
+            started. True does not mean that the peer has received the message.
 
         Raises:
             ValueError: the message is larger, or has more values, than a header may.
@@ -100,8 +100,8 @@ class Outbound:
         """Sends the only message of the queue, or hands the queue to the writer thread.
 
         The writer thread (`_Writer`) gets the queue if the socket does not take the
-        whole message. If it cannot be started, or the connection has ended, the channel
-        is closed.
+        whole message. If the thread cannot be started, or the connection has ended, the
+        channel is closed.
         """
         try:
             event = self.channel.send_some(self._queue[0][1])
@@ -191,9 +191,11 @@ class Outbound:
         self._end()
 
     def _say(self) -> None:
-        """Logs, once, why the channel was closed, if a limit was exceeded.
+        """Logs, once, why this queue has closed the channel.
 
-        Called without the lock, because logging may hang.
+        The reason is an exceeded limit, or a writer thread that cannot be started. Logs
+        nothing if the channel ended for another reason. Called without the lock,
+        because logging may hang.
         """
         complaint, self._complaint = self._complaint, ""
         if complaint:
@@ -211,8 +213,8 @@ class Outbound:
     def _drop(self) -> None:
         """Empties the queue of a closed channel.
 
-        Its first message, which may be partly sent, may keep the channel's sending
-        lock, which is released. Called only by the thread that may send from the queue.
+        If the first message is partly sent, it keeps the channel's sending lock; this
+        lock is released. Called only by the thread that may send from the queue.
         """
         if self._queue:
             self.channel.give_up(self._queue[0][1])

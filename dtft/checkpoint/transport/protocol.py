@@ -35,7 +35,7 @@ def max_items(max_bytes: int) -> int:
     """Computes how many values a header of at most `max_bytes` bytes may have.
 
     The bytes are those of the header in msgpack. Keys and the elements of lists count
-    as values.
+    as values. The result is one value per 16 bytes, but at least `_SMALL` values.
 
     >>> max_items(1 << 20)
     65536
@@ -239,7 +239,8 @@ def pack(header: Mapping[str, Any]) -> bytes:
 def encode_header(header: dict[str, Any], payload_bytes: int) -> bytes:
     """Encodes the start of a frame: its prefix and its header, without seals.
 
-    The prefix has the version and the lengths of header and payload.
+    The prefix has the version and the lengths of header and payload. In the example,
+    the header has 9 bytes in msgpack.
 
     >>> frame = encode_header({"op": "push"}, payload_bytes=5)
     >>> decode_prefix(frame[:PREFIX_BYTES])
@@ -342,8 +343,8 @@ def proof(
 ) -> bytes:
     """Computes the proof that the client or the server knows the job's secret.
 
-    It is an HMAC, which depends on the job's name, on which side `role` names, and on
-    `handshake`.
+    The proof is an HMAC, keyed with the secret, of the job's name, `role` and the
+    values of `handshake`.
     """
     return _derive(credentials, role, handshake)
 
@@ -371,7 +372,7 @@ def _derive(credentials: Credentials, use: str, handshake: Handshake) -> bytes:
 def check_proof(received: bytes | bytearray, expected: bytes, peer: str) -> None:
     """Compares a received proof with the expected one, in constant time.
 
-    `peer` is the peer's address, for messages.
+    `peer` is the peer's address, for the error's text.
 
     Raises:
         AuthenticationError: the proofs differ, or the peer sent `REFUSAL` in place of a
@@ -422,6 +423,9 @@ class Sealer:
 
     def frame(self, header: dict[str, Any], payload_bytes: int) -> bytes:
         """Encodes the next frame up to its payload: prefix, header and their seals.
+
+        In the example, `Opener.start` returns the lengths in bytes of the header and of
+        the payload.
 
         >>> start = Sealer(b"key").frame({"op": "push"}, payload_bytes=5)
         >>> opener = Opener(b"key")

@@ -56,9 +56,12 @@ class Trial:
     """Compares step times with pushes at full speed and with spread pushes. Immutable.
 
     A push at full speed ends sooner, but takes processor time and network bandwidth
-    from the steps that run meanwhile. The trial measures step times while the pushes of
-    `TRIED` snapshots run at full speed, then while those of `TRIED` snapshots are
-    spread over time. After `AGAIN` snapshots a new trial begins.
+    from the steps that run meanwhile. The first `SETTLE` snapshots of a run are not
+    measured. Then the trial measures step times while the pushes of `TRIED` snapshots
+    run at full speed, then while the pushes of `TRIED` more snapshots are spread over
+    time. From then on, pushes are spread if the median step time with spread pushes is
+    at most `GAIN` times the median at full speed. After `AGAIN` snapshots a new trial
+    begins.
 
     >>> trial = Trial()
     >>> for number in range(SETTLE + 2 * TRIED):
@@ -126,6 +129,9 @@ def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> fl
         interval: steps until the next snapshot.
         limit_s: deadline of a push, in seconds.
 
+    With `SPREAD` 0.5 and `MOST_STEPS` 2, the 100 bytes take half of one step of 2 s in
+    the first example, and half of two steps in the second example.
+
     >>> spread_rate(100, step_s=2.0, interval=1, limit_s=30.0)
     100.0
     >>> spread_rate(100, step_s=2.0, interval=64, limit_s=30.0)
@@ -136,8 +142,9 @@ def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> fl
 
 
 class Bucket:
-    """Limits the total rate of several threads that send, by pauses in `sent`.
+    """Limits the rate, in bytes per second, at which several threads send in total.
 
+    Each thread calls `sent` after it has sent bytes, and `sent` pauses the thread.
     Thread-safe.
     """
 
@@ -356,7 +363,7 @@ def _help(
 def frames_of(numbers: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
     """Groups chunks into frames of up to `FRAME_BYTES` bytes and `MAX_NUMBERS` chunks.
 
-    A chunk of more than `FRAME_BYTES` is alone in its frame.
+    A chunk of more than `FRAME_BYTES` (8 MiB) is alone in its frame.
 
     Args:
         numbers: [n] numbers of the chunks to send.
@@ -387,7 +394,8 @@ def receive_chunks(channel: Channel, receiving: Receiving) -> None:
 
     Args:
         channel: connection from the sender, which has announced the push.
-        receiving: the push; has the chunks that are here, and memory for the others.
+        receiving: the push; knows which chunks this host has, and has memory for the
+            chunks that this host lacks.
 
     Raises:
         ChannelClosed: the connection has ended.

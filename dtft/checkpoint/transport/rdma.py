@@ -93,8 +93,8 @@ class Nixl:
             slice, (address, size in bytes) of each piece.
 
         Raises:
-            NixlError: NIXL fails to register the memory. If NIXL fails to deregister
-                the memory, a warning is logged.
+            NixlError: NIXL fails to register the memory, or takes too long. If NIXL
+                fails to deregister the memory, a warning is logged.
         """
         addresses = [
             [(_address(view), view.nbytes) for view in parts.views] for parts in slices
