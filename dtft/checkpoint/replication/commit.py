@@ -3,9 +3,9 @@
 All decisions use only the reports of hosts. A host reports a digest (a hash of the
 bytes) for each slice that it has. `StepTracker` decides whether every slice of a step
 has enough copies with equal digests. `locate` finds the hosts with copies of a commit's
-slices. A commit has a root digest, one digest over those of all slices; if the digests
-that hosts report differ, `adding_up` finds with it which of them are right.
-`commit_health` summarizes a commit for display.
+slices. A commit has a root digest, which is one digest over the digests of all slices.
+If hosts report different digests of a slice, `adding_up` uses the root digest to find
+the right digest. `commit_health` summarizes a commit for display.
 """
 
 import json
@@ -70,9 +70,9 @@ def _most(claims: Claims, without: str) -> dict[str, bytes]:
     Args:
         claims: for every slice, by its key, each reported digest with the hosts that
             report it.
-        without: a host whose reports are not counted; "" counts those of all hosts. A
-            slice with a single reported digest gets it, also if only this host reports
-            it.
+        without: a host whose reports are not counted; "" counts the reports of all
+            hosts. A slice with a single reported digest gets this digest, even if only
+            the host `without` reports it.
     """
     return {
         key: max(told, key=lambda value: sum(host != without for host in told[value]))
@@ -329,8 +329,8 @@ class StepTracker:
     def missing(self) -> str:
         """The snapshots and copies that the commit waits for, as text for messages.
 
-        If there are none, the text names up to 8 slices that too few of the slots with
-        these slices have copied to host memory. "" if the step can be committed.
+        If all snapshots and copies exist, the text names up to 8 slices that too few
+        slots have copied to host memory. "" if the step can be committed.
         """
         slots = sorted(set(range(self.layout.mesh.num_slots)) - self._staged)
         pushes = {(push.source, push.target) for push in self.placement.pushes}

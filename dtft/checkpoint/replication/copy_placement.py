@@ -107,7 +107,7 @@ class CopyPlacement:
     def pushes(self) -> tuple[Push, ...]:
         """All pushes (slices that one slot sends to another), by source, then target.
 
-        There is at most one for each pair.
+        There is at most one push for each pair of source and target.
         """
         return tuple(self._push(*route) for route in self._routes)
 
@@ -233,11 +233,11 @@ def _place_alike(
 
 
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Chooses which owner sends each leaf, so that all send about equally many bytes.
+    """Chooses who sends each leaf, so that all owners send about equally many bytes.
 
-    The choice is given as a turn: the position of the sender of the leaf's first part
-    among the slots with this part on their devices (see `_place_alike`). Each leaf gets
-    the turn with the fewest bytes so far.
+    The owners of a part of a leaf are the slots with this part on their devices. The
+    choice is given as a turn: the position of the sender of the leaf's first part among
+    the owners of this part. Each leaf gets the turn with the fewest bytes so far.
 
     Args:
         sizes: bytes of one part of each leaf.

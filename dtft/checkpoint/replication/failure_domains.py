@@ -82,7 +82,7 @@ def parse_domain_label(text: str) -> dict[str, str]:
 
 
 def parse_domain_file(text: str) -> FailureDomains:
-    """Parses a file's text: one host per line, with blanks before the host's label.
+    """Parses a file's text: each line has a host, then blanks and the host's label.
 
     `#` begins a comment.
 
@@ -136,8 +136,9 @@ def separate_copies(
 ) -> Separation:
     """Chooses the widest level (power, rack) with at least `copies` domains.
 
-    If there is none, chooses the level "host", at which each host is its own domain. At
-    a narrower level `place_copies` still prefers different domains of the wider levels.
+    If no level has so many domains, chooses the level "host", at which each host is its
+    own domain. At a narrower level, `place_copies` still prefers different domains of
+    the wider levels.
 
     Args:
         domains: the failure domains of the hosts.
@@ -169,8 +170,8 @@ def domains_at(
 ) -> tuple[str, ...]:
     """Returns the domain of each host at one level, prefixed with its wider domains.
 
-    `level` is "power", "rack" or "host". If the labels do not name it, each host is its
-    own domain.
+    `level` is "power", "rack" or "host". If the labels do not name this level, each
+    host is its own domain.
 
     >>> racks = domains_from_labels({"a": "power=p rack=1", "b": "power=p rack=2"})
     >>> domains_at(racks, ["b"], "rack"), domains_at(racks, ["b"], "host")

@@ -71,6 +71,9 @@ def inventory_of(layout: Layout, holders: Mapping[str, Collection[str]]) -> Inve
         holders: slice key, such as "w[0:2]:int8", to the hosts with a verified copy; a
             slice without an entry has no copy.
 
+    In the example, the first part of `w` is held by the hosts at positions 0 and 1 of
+    `hosts`, and the second part by no host.
+
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
     >>> leaf = Leaf(path="w", shape=(4,), dtype="int8", spec=(("fsdp",),))
@@ -145,7 +148,7 @@ class WantedCells:
 class Lost:
     """Needed slices that no live host holds; returned in place of a plan.
 
-    `num_slices` and `nbytes` are the number and the bytes of all of them.
+    `num_slices` and `nbytes` are the number and the bytes of all lost slices.
     """
 
     slices: tuple[Slice, ...]
@@ -239,7 +242,7 @@ def find_needs(
 
 
 class _Senders:
-    """The distinct sets of hosts that can send something, numbered from 0.
+    """The distinct sets of hosts that can send a part of a leaf, numbered from 0.
 
     `add` returns the number of a set; equal sets have the same number. `sets` has the
     set of each number.
@@ -562,10 +565,10 @@ def plan_restore(
     """Plans all transfers of a restore, onto any mesh and sharding.
 
     A host uses its own memory first. The bytes that hosts lack are divided over the
-    hosts that hold them, as evenly as possible; a large piece may have several senders.
-    Senders in the target's failure domain are preferred as long as no host sends more
-    than `sender_assignment.MAX_UNEVEN` times the most that a host sends without this
-    preference.
+    hosts that hold them, as evenly as possible. A large piece of a slice may have
+    several senders. Senders in the target's failure domain are preferred as long as no
+    host sends more than `sender_assignment.MAX_UNEVEN` times the most that a host sends
+    without this preference.
 
     Args:
         holdings: verified holders of the commit's slices, in the layout of the commit.
@@ -613,12 +616,13 @@ def _settled(
 ) -> Routes:
     """Moves the ends of routes (byte ranges with a sender) to where cells can be cut.
 
-    A cell is the overlap of an old and a new slice, for all leaves of a bundle. It can
-    be cut only at some offsets; a piece is the bytes between two neighbouring ones. If
-    the given routes divide a piece among several senders, one of them sends the whole
-    piece instead. Pieces are assigned one by one, the largest first. Each goes to the
-    sender that is furthest behind: counted over the pieces up to this one, the bytes
-    that the given routes gave it exceed the bytes assigned to it by the most.
+    A cell is the overlap of an old and a new slice, for all leaves of a bundle. A cell
+    can be cut only at some offsets; a piece is the bytes between two neighbouring
+    offsets. If the given routes divide a piece among several senders, one of these
+    senders sends the whole piece instead. These pieces are assigned one by one, the
+    largest first. Each piece goes to that one of its senders with the largest deficit.
+    The deficit of a sender is a number of bytes, counted over the pieces up to this
+    one: its bytes in the given routes, minus the bytes of the pieces assigned to it.
 
     Args:
         routes: the byte ranges of all cells in `absent`.
@@ -668,7 +672,7 @@ def _cuts(
     bundles: Sequence[LeafBundle],
     grain: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds, for some routes, the nearest offsets at which the route's cell can be cut.
+    """Finds the offsets, nearest to the starts of routes, at which cells can be cut.
 
     Args:
         rows: [n] the rows of `routes`.

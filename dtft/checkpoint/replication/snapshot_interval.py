@@ -233,6 +233,9 @@ class Experience:
     def costs(self) -> Costs | None:
         """The estimated costs; None before the first quiet step (without replication).
 
+        In the example, a quiet step takes 1 s. Two affected steps take 2.5 s, so the
+        snapshot adds 0.5 s.
+
         >>> seen = Experience()
         >>> for _ in range(3):
         ...     seen = seen.and_window(Window(
@@ -278,6 +281,9 @@ def affordable(costs: Costs, budget: float, maximum: int) -> int:
 
     The budget is the wall time that snapshots may add, as a fraction of the steps' wall
     time. Returns `maximum` if no interval is within the budget.
+
+    In the first example, a snapshot takes a tenth of a step. An interval of 10 has 7
+    snapshots in 64 steps, which add 1.1 %; an interval of 11 has 6, which add 0.9 %.
 
     >>> affordable(Costs(step_s=0.1, snapshot_s=0.01), budget=0.01, maximum=64)
     11
