@@ -499,13 +499,15 @@ class AttachedMemory(AgentCheckpointManager):
     # ------------------------------------------------------------------ restore
 
     def locate(self, step: int) -> dict[str, Any]:
-        """Asks the agent where a committed step is in its memory.
+        """Asks the agent where in the agent's memory a committed step is.
+
+        A chunk is a part of a slice's bytes. Every chunk has several buffers in the
+        memory, numbered from 0, so that the memory can keep several steps.
 
         Returns:
             A dict with `arena`, the path of the shared memory; `buffers`, the number of
-            each chunk's buffer there, one byte per chunk; `digests` of each slice;
-            `layout` (mesh and leaves) as JSON; and `items`, the JSON values of the
-            step.
+            each chunk's buffer, one byte per chunk; `digests` of each slice; `layout`
+            (mesh and leaves) as JSON; and `items`, the JSON values of the step.
 
         Raises:
             NotHeld: this host's agent does not hold the step.
@@ -625,8 +627,9 @@ class AttachedMemory(AgentCheckpointManager):
     def ask_storage(self, step: int, *, store: bool) -> int:
         """Sends the request of `flush`, and returns at once.
 
-        The agent answers when the step is committed. With `store`, it answers when
-        storage has the step or a later step, or when an export has failed.
+        The agent answers when the step is committed and no export (a write to storage)
+        is running. With `store`, storage must also have the step or a later step, or an
+        export must have failed.
 
         Returns:
             A number that the agent's answer repeats.

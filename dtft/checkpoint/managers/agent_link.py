@@ -297,9 +297,9 @@ class AgentLink:
         """Sends as much of a message from `packed` as is possible without waiting.
 
         Returns:
-            The bytes that were not sent: b"" if the whole message was sent. The whole
-            message if another thread is sending, the socket takes nothing now, or the
-            link is closed.
+            The bytes that were not sent. These are b"" if the whole message was sent,
+            and the whole message if another thread is sending, the socket takes nothing
+            now, or the link is closed.
         """
         if not self._lock.acquire(blocking=False):
             return message

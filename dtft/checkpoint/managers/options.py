@@ -256,7 +256,7 @@ def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
     Args:
         step: the requested step; None for the newest step.
         steps: the steps that can be restored.
-        places: the searched places, for the error: "memory nor in DIRECTORY".
+        places: the text of the error after "is neither in": "memory nor in DIRECTORY".
 
     Raises:
         FileNotFoundError: `steps` does not have the step, or is empty.

@@ -267,10 +267,10 @@ class AlignedAllocator:
     """An allocator of memory for restored arrays, in huge pages if the system has them.
 
     The first write to new memory maps it page by page while training waits; with huge
-    pages (2 MiB), far fewer pages are mapped. Arrays are cut from slabs, each allocated
-    at once, so small arrays use huge pages, too. A slab is freed with the last array
-    cut from it. Slabs are small, so that one surviving array does not keep the memory
-    of a whole state.
+    pages (2 MiB), far fewer pages are mapped. Arrays are cut from slabs (larger areas
+    of memory), each allocated at once, so small arrays use huge pages, too. A slab is
+    freed with the last array cut from it. Slabs are small, so that one surviving array
+    does not keep the memory of a whole state.
     """
 
     def __init__(self, total: int) -> None:
@@ -299,8 +299,8 @@ class AlignedAllocator:
 def _new_slab(nbytes: int) -> np.ndarray:
     """Allocates a slab of at least `nbytes` bytes.
 
-    A slab of a huge page or more is aligned to huge pages, a smaller one to
-    `ALIGNMENT`.
+    A slab of a huge page (2 MiB) or more is aligned to huge pages, a smaller slab to
+    `ALIGNMENT` (64 bytes).
 
     Returns:
         [bytes] uint8.

@@ -200,7 +200,7 @@ class ChunkPool:
         ]
 
     def parts(self, copy: Copy, index: int) -> Parts:
-        """Returns the memory of a copy's slice `index`, in as few pieces as possible."""
+        """Returns the memory of a copy's slice `index`, in the fewest pieces."""
         return self.chunks.parts(self._memory(), copy.buffers, index)
 
     def chunk(self, buffers: np.ndarray, number: int) -> memoryview:

@@ -257,7 +257,7 @@ class Owning:
         return [index for index in lacking if not copy.digests[index]]
 
     def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
-        """Writes the slice at `index` of a step's copy from other memory, `source`.
+        """Copies `source` into the memory of the slice at `index` of a step's copy.
 
         Records `digests` as the slice's digests without a check.
         """

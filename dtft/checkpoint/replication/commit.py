@@ -28,10 +28,10 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
 
     The chosen digests of all slices together have the root digest `root`. First tries,
     for each slice, the digest that most hosts report. If the root digest of this choice
-    is not `root`, repeats the choice without the reports of one host. It does so in
-    turn for each host with a slice whose reported digests differ, but for at most
-    `MAX_SUSPECTS` hosts. So one wrong host is found even with two copies per slice,
-    where there is no majority.
+    is not `root`, repeats the choice without the reports of one host. Each host that
+    reports a slice with differing digests is left out in turn, but at most
+    `MAX_SUSPECTS` hosts are tried. So one wrong host is found even with two copies per
+    slice, where there is no majority.
 
     Reported digests differ if a host keeps the bytes of another step under the commit's
     step. A flipped bit does not change them, because hosts report the digests that they

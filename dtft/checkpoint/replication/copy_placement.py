@@ -495,9 +495,12 @@ class Shares:
     owners is copied by only `copies` of them at each snapshot, or by more if needed for
     enough failure domains. The copying owners rotate from snapshot to snapshot. So each
     owner copies the slice at about copies/d of the snapshots. If `copies` is 2 or more,
-    within ceil(d / copies) snapshots the bytes of each owner are compared with those of
-    the owners that copy at the same snapshot. If all owners together are in too few
-    failure domains, all copy the slice, and it is also pushed to other slots.
+    the bytes of the owners that copy at the same snapshot are compared with each other.
+    Within ceil(d / copies) snapshots, this compares the bytes of each owner. If all
+    owners together are in too few failure domains, all owners copy the slice, and the
+    slice is also pushed to other slots.
+
+    In the example, each row is a snapshot: two of the three owners copy the slice.
 
     >>> from dtft.checkpoint.state.slices import Leaf, MeshLayout
     >>> mesh = MeshLayout(axis_names=("replica",), axis_sizes=(3,), slots=(0, 1, 2))

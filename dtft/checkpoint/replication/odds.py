@@ -171,9 +171,10 @@ def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
     """Divides hosts into groups and a ring, as `place_copies` does without `domains`.
 
     Returns:
-        The number of groups, without one that is part of the ring; the number of hosts
-        on the ring, which are the last whole group and the hosts that fill no group (0
-        if there are no such hosts); and the number of hosts per group.
+        The number of groups, without the group that is part of the ring; the number of
+        hosts on the ring; and the number of hosts per group. The ring has the last
+        whole group and the hosts that fill no group. Without hosts that fill no group,
+        the ring has 0 hosts.
     """
     size = min(copies, num_hosts)
     groups, rest = divmod(num_hosts, size)

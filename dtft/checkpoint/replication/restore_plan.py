@@ -130,8 +130,8 @@ class WantedCells:
     """Cells (overlaps of an old and a new slice) that restoring hosts need.
 
     There is one row for each target (restoring host) and cell. A bundle is a group of
-    leaves with the same old and the same new partition (`LeafBundle`); its cells are
-    those of all its leaves together.
+    leaves with the same old and the same new partition (`LeafBundle`). One cell of a
+    bundle stands for the same overlap in each leaf of the bundle.
     """
 
     target: np.ndarray

@@ -535,7 +535,7 @@ class Channel:
             raise self._late(what)
 
     def write(self, *parts: Buffer, deadline: float) -> None:
-        """Sends bytes as they are, without a header; used by `send` and the handshake.
+        """Sends bytes without adding a header; used by `send` and the handshake.
 
         Raises:
             ChannelClosed: the connection has ended.

@@ -387,7 +387,7 @@ def _read(
     Args:
         channel: connection to the peer.
         work: the ranges to fetch.
-        offer: what the peer's `Nixl.lend` yielded.
+        offer: the offer that the peer's `Nixl.lend` yielded.
         flying: the range being read is appended, and removed to be verified.
         gained: the size of each range read is added to `gained[0]`, also if chunks of
             the range do not match.

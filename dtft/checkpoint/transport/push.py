@@ -181,7 +181,7 @@ class Bucket:
 class PushPace:
     """Chooses whether pushes run at full speed or are spread over time.
 
-    It measures which of the two makes training steps faster (`Trial`). `bucket` limits
+    A `Trial` measures with which pushes the training steps are faster. `bucket` limits
     the rate of the pushes.
     """
 

@@ -108,7 +108,7 @@ class Nixl:
         """Makes a peer's lent memory readable while the context lasts.
 
         Args:
-            offer: what the peer's `lend` yielded.
+            offer: the offer that the peer's `lend` yielded.
 
         Raises:
             NixlError: NIXL rejects the offer, or takes too long. If NIXL fails to
