@@ -53,12 +53,13 @@ class Intervals:
         the new interval); empty before a change."""
 
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
-        """Sets `reach`, the most steps that the next snapshot may be away.
+        """Sets `reach`, the largest number of steps until the next snapshot.
 
-        Called once for a formation; later `concluded` sets `reach`. If training begins
-        from the initial state, it is the config's interval. If the state was restored
-        from memory, it is the interval in the restored commit. Otherwise it stays
-        `cadence.period`, the longest interval.
+        Called once for a formation; later `concluded` sets `reach`. The value is:
+
+        * the config's interval, if training begins from the initial state;
+        * the interval in the restored commit, if the state was restored from memory;
+        * else `cadence.period`, the longest interval.
 
         Args:
             assignment: the assignment of hosts to slots, with the source of the state.
@@ -144,8 +145,9 @@ class Intervals:
 def _slowest(windows: Sequence[Window]) -> Window:
     """Returns the measurements of the slowest host, for which the other hosts wait.
 
-    This is the host with the fewest steps free of replication. Among equal hosts it is
-    the host whose snapshot blocked training longest.
+    The slowest host is the one with the fewest steps during which no replication ran.
+    Among hosts with equally few such steps, it is the one whose snapshot blocked
+    training longest.
     """
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
 
@@ -180,7 +182,7 @@ class CommitCoordinator:
         health: StorageHealth,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Starts without a report of a snapshot.
+        """Starts with no reported snapshot and no export.
 
         Args:
             config: the settings of the leader's agent.

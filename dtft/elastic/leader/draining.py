@@ -87,7 +87,7 @@ class Draining:
 
         The host gets no slot any more. While the job trains, the agent is told to end
         at once if the job does not need the host, or if no other host can take its
-        slot. Otherwise that happens later, in `committed`, once another host has the
+        slot. Otherwise `committed` tells the agent to end, once another host has the
         slot.
         """
         rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
@@ -132,8 +132,7 @@ class Draining:
         return host in self._rendezvous.slot_of or host == self._config.host
 
     def _can_train(self, hosts: int) -> bool:
-        """Whether `hosts` hosts are enough to train, by the job's limits of its
-        size."""
+        """Whether the job may train with `hosts` hosts (`JobSizes.choose`)."""
         coordinator = self._rendezvous.coordinator
         layout = coordinator.layout if coordinator is not None else None
         return self._sizes.choose(hosts, layout) <= hosts
@@ -163,10 +162,12 @@ class Draining:
     def due(self) -> RoundReason | None:
         """Returns why the job is to be re-formed at this commit; None if it is not.
 
-        The job is re-formed if a drained host has a slot or leads. If no other host can
-        take a drained host's slot, the drained hosts stay, and the result is None. The
-        result is also None unless the job trains, while it is being stopped, and once a
-        trainer has finished its last step.
+        The job is re-formed if a drained host has a slot or leads. The result is None
+        in these cases:
+
+        * No other host can take a drained host's slot. The drained hosts then stay.
+        * The job does not train, or it is being stopped.
+        * A trainer has finished its last step.
         """
         coordinator = self._rendezvous.coordinator
         round_ = self._rendezvous.current

@@ -1,9 +1,10 @@
 """Computes which hosts write a step to storage, and which slices these hosts fetch.
 
-A writing host writes the slices of its slot. If `share` is "divided", the host lacks
-some of these slices and borrows them from peers. In a served job (whose processes the
-user starts), a step can also be exported while no process runs: hosts that together
-hold the whole newest commit then write it.
+A writing host writes the slices of its slot. With the setting `share="divided"` a host
+copies only some of its slices at a snapshot; a writing host then fetches the missing
+slices from peers. In a served job (whose processes the user starts), a step can also be
+exported while no process runs: hosts that together hold the whole newest commit then
+write it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -47,7 +48,8 @@ def plan_idle_export(
         commits: the recorded commits, newest first.
         layouts: the layouts (mesh and leaves of the state) that live hosts know, by
             digest; a commit names its layout by this digest.
-        complete: live host -> step -> the slots of which the host holds all slices.
+        complete: live host -> step -> the slots whose slices the host holds, all of
+            them.
 
     Raises:
         NotExportable: no commit exists, no live host knows the commit's layout, or no
@@ -165,7 +167,7 @@ def borrowed(
 def digests_for(
     loans: Sequence[SliceTransfer], held: Held | None, host: str
 ) -> dict[str, bytes]:
-    """Returns slice key to digest, of the slices that `host` fetches for an export.
+    """Maps the key of each slice that `host` fetches for an export to its digest.
 
     Args:
         loans: the transfers to all writing hosts (`borrowed`).

@@ -26,7 +26,7 @@ Answer = Callable[[dict[str, Any]], None]
 class ExportRequests:
     """The requests for an export that have no answer yet. Used by the event loop.
 
-    Each is kept with the earliest step whose export answers it.
+    Each request is kept with the earliest step whose export answers the request.
     """
 
     def __init__(self) -> None:

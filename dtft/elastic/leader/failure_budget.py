@@ -159,13 +159,13 @@ def is_broken_collective(error: str) -> bool:
 
 
 def cause(failures: Sequence[Failure]) -> Failure | None:
-    """Returns the failure that caused the others of one attempt; None without failures.
+    """Returns the root cause of one attempt's failures; None without failures.
 
-    The end of one trainer breaks the collectives of all others. These trainers fail as
-    well, and their failures may be reported first. So a broken collective, or a process
-    that JAX aborted, is the cause only if there is no other failure. A lost host ranks
-    first and a killed process second, because both may have caused the exceptions.
-    Among equal ranks the first report is the cause.
+    The end of one trainer breaks the collectives of all other trainers. These trainers
+    fail as well, and their failures may be reported first. So a broken collective, or a
+    process that JAX aborted, is the cause only if there is no other kind of failure. A
+    lost host ranks first and a killed process second, because both may have caused the
+    exceptions. Among equal ranks the first report is the cause.
 
     Args:
         failures: the failures in order of their reports.
@@ -230,7 +230,10 @@ class FailureBudget:
         return dataclasses.replace(self, highest=step, fruitless=0, recurring=kept)
 
     def trained(self) -> "FailureBudget":
-        """Returns the budget once every slot trains: failed restores are forgotten."""
+        """Returns the budget without its counts of failed restores.
+
+        Called once every slot trains.
+        """
         return dataclasses.replace(self, restores={}) if self.restores else self
 
     def to_json(self) -> str:
@@ -371,6 +374,9 @@ def judge(
 
 def pause_after(fruitless: int) -> float:
     """Returns the seconds to wait after `fruitless` failed attempts in a row.
+
+    There is no pause after the first failed attempt. The pause is 1 s after the second
+    and doubles with each further attempt, up to `LONGEST_PAUSE_S` (30 s).
 
     >>> [pause_after(n) for n in (1, 2, 3, 4, 7, 1000)]
     [0.0, 1.0, 2.0, 4.0, 30.0, 30.0]

@@ -1,10 +1,10 @@
 """The leader's registry of connected hosts, and its reactions when hosts join or leave.
 
 A host is present while its link (connection to the leader) is open. A host whose link
-has ended stays registered for one lease and is lost after that. It is lost at once if
-its link was silent or its port refuses connections. A lost host that reconnects is
-registered like any other. A host that does not report its copies in time gets no slot
-until it reports them. `seat_policy` decides which host gets which slot.
+has ended stays registered for one lease and is lost after that. A host whose link was
+silent, or whose port refuses connections, is lost at once. A lost host that reconnects
+is registered like any other. A host that does not report its copies in time gets no
+slot until it reports them. `seat_policy` decides which host gets which slot.
 """
 
 from collections.abc import Collection, Mapping
@@ -80,9 +80,10 @@ class HostRegistry:
 
     @property
     def records(self) -> dict[str, HostRecord]:
-        """The records of connected hosts, and of hosts whose link has just ended.
+        """The records of the registered hosts, by name.
 
-        The latter stay registered for a lease.
+        A host is registered while it is connected, and for one lease after its link has
+        ended.
         """
         return dict(self._records)
 
@@ -134,10 +135,10 @@ class HostRegistry:
 
     @property
     def lost_hosts(self) -> set[str]:
-        """The hosts that were registered, or had a slot, and are not registered now.
+        """The hosts that were lost, or whose agent has ended, and have not reconnected.
 
-        Slots count as they were when this host began to lead. The hosts may be alive
-        and reconnect.
+        Also contains the hosts that had a slot when this host began to lead and have
+        not connected to it yet. A host in the result may be alive and reconnect.
         """
         return {*self._gone, *self._former} - self._records.keys()
 
@@ -198,7 +199,11 @@ class HostRegistry:
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
         """Returns the hosts that must answer before hosts are assigned to slots.
 
-        The arguments are those of `is_expected`, which decides this for one host.
+        `is_expected` decides this for each host.
+
+        Args:
+            registered: the records of the hosts that the store lists.
+            now: the time in seconds.
         """
         hosts = {*self._records, *registered, *self._former}
         return {host for host in hosts if self.is_expected(host, registered, now)}
@@ -283,13 +288,13 @@ class HostMonitor:
         self._registry, self._loop, self._journal = registry, loop, journal
 
     def take_over(self) -> None:
-        """Forms the job anew if this host leads after another leader.
+        """Forms the job anew if it had a leader before this one.
 
-        This is so if the store has an assignment of hosts to slots, or has lost its
-        data. A new job is formed later, when enough hosts have connected. The reason
-        names the hosts that have a slot in the assignment but that the store no longer
-        lists. Such a host may be alive, because its lease also runs out while the store
-        does not answer.
+        It had a leader if the store has an assignment of hosts to slots, or has lost
+        its data. A new job is not formed here, but later, when enough hosts have
+        connected. The reason names the hosts that have a slot in the assignment but
+        that the store no longer lists. Those hosts may be alive, because a lease also
+        runs out while the store does not answer.
         """
         view = self._records.view
         if view.assignment is not None:
@@ -393,8 +398,9 @@ class HostMonitor:
     def lost(self, host: str, how: str) -> None:
         """Handles the loss of a host: forms the job anew if the host had a slot.
 
-        Does nothing for a host that is not registered. If the job is being formed
-        already, the loss is one more reason.
+        Also forms the job anew, for any host, while a new assignment of slots is being
+        recorded. While the leader still decides which host gets which slot, the loss is
+        only added to the reasons. Does nothing for a host that is not registered.
 
         Args:
             host: the lost host.
@@ -416,7 +422,7 @@ class HostMonitor:
             self._journal.say(f"spare {host} was lost ({how})")
 
     def agent_ended(self, record: HostRecord) -> None:
-        """Handles the news that an agent ended before this host began to lead.
+        """Handles the end of an agent that is not connected to this leader.
 
         The leader then no longer waits for an answer of the agent's host.
         """
@@ -482,8 +488,8 @@ class HostMonitor:
     def leave_out(self, answered: Collection[str]) -> None:
         """Gives no slot to the hosts that did not report their copies in time.
 
-        Such a host may have a slot again once it answers. Hosts are then assigned to
-        slots without these hosts.
+        The other hosts are then assigned to slots. A host that was left out may have a
+        slot again once it answers.
 
         Args:
             answered: the hosts that have reported.

@@ -186,7 +186,7 @@ class Leader:
         self._monitor.lost(host, how)
 
     def agent_ended(self, record: HostRecord) -> None:
-        """Handles the news that an agent ended before this host began to lead.
+        """Handles the end of an agent that is not connected to this leader.
 
         The leader then no longer waits for an answer of the agent's host.
         """
@@ -340,9 +340,10 @@ class Leader:
         rendezvous.form(RoundReason(found.text, hosts=found.hosts))
 
     def _refuse_copy(self, why: str) -> None:
-        """Re-forms the job because a copy has the bytes of another step than its label.
+        """Re-forms the job because a copy is labelled with the wrong step.
 
-        `why` says which copy, for people.
+        `why` is the reason, for people; it names the copy, whose bytes are those of
+        another step.
         """
         self._journal.say(why)
         self._rendezvous.failures.add(Failure(kind="copy", error=why))
@@ -474,9 +475,9 @@ class Leader:
         return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
 
     def _fails(self, kind: Kind, host: str, **told: Any) -> None:
-        """Records a host's failure, by which it is decided whether to retry.
+        """Records a host's failure, from which `FailureAccount` decides on a retry.
 
-        Also keeps it in `_newest_failure`, as a reason to form the job anew.
+        Also keeps the failure in `_newest_failure`, as a reason to form the job anew.
 
         Args:
             kind: the kind of failure.
@@ -611,11 +612,11 @@ class Leader:
             self._rendezvous.delayed(value)
 
     def tick(self) -> None:
-        """Does the periodic work.
+        """Checks deadlines and whether the job is over; called periodically.
 
-        Reacts if time has run out for a host, for an export or for what the job waits
-        for, such as the next snapshot. Ends the job if a stop was requested or every
-        slot has finished.
+        The deadlines are those of hosts, of an export, and of the event that the job
+        waits for, such as the next snapshot. Ends the job if a stop was requested or
+        every slot has finished.
         """
         rendezvous = self._rendezvous
         self._monitor.tick()
@@ -706,7 +707,7 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def close(self, flush_s: float = 0.0) -> None:
-        """Ends this host's time as leader; waiting requesters are sent to the next one.
+        """Ends this host's time as leader; sends waiting requesters to the next leader.
 
         Waits at most `flush_s` seconds until the event log is written.
         """

@@ -78,8 +78,9 @@ class Leadership:
     def see(self, view: View) -> None:
         """Handles a new view of the store (the job's records in it at one moment).
 
-        Begins, continues or ends this host's time as leader, as the view shows who
-        holds the leader key.
+        If this host holds the leader key, reads the commits and begins to lead. Stops
+        leading if another host has led meanwhile, or if the store has lost its data. If
+        this host continues to lead, passes the view to `leader`.
         """
         leads = view.leader == self._host and view.term != self._given_up
         if self.leader is not None:
@@ -114,12 +115,12 @@ class Leadership:
         self._on_begun()
 
     def _wait(self, view: View, error: StoreUnavailable) -> None:
-        """Reads the store again soon; after one lease without an answer, gives up.
+        """Reads the commits again in `RETRY_S` seconds, after the store did not answer.
 
-        Giving up is `let_go`, which releases the leader key.
+        After one lease without an answer, releases the leader key instead (`let_go`).
 
         Args:
-            view: the job's records in the store at the last moment known.
+            view: the newest view of the store (the job's records in it).
             error: why the store could not be read.
         """
         if self._loop.now() >= self._let_go_at:

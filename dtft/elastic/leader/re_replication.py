@@ -131,7 +131,8 @@ def re_replication_of(
         placement: which slots keep copies of which slices.
         slots: the host of each slot.
         holders: slice key to the hosts with a verified copy before the restore.
-        domains: host to its failure domain; an unnamed host is its own domain.
+        domains: host to its failure domain; a host that is missing here is its own
+            domain.
         now: the time in seconds.
         digests: slice key to the restored digest, where it is known.
     """
@@ -160,7 +161,7 @@ def re_replication_of(
 
 
 class ReReplicator:
-    """Orders hosts to make copies again that went with lost hosts.
+    """Orders hosts to replace the copies that were lost with their hosts.
 
     Used by the event loop.
     """
@@ -221,9 +222,11 @@ class ReReplicator:
     ) -> None:
         """Records that slot `target` holds a verified copy of slot `source`'s slices.
 
-        The last missing copy ends the re-replication. Does nothing if none is under
-        way, if the job has been formed anew since it began (`round_` is another attempt
-        to form the job), or if `step` is not the restored step.
+        The last missing copy ends the re-replication. Does nothing in these cases:
+
+        * No re-replication is under way, or `step` is not the restored step.
+        * The job has been formed anew since the re-replication began: `round_` is
+          another attempt to form the job.
 
         Raises:
             Mislabelled: `root`, one digest over the copy, is not that of the restored
@@ -236,8 +239,9 @@ class ReReplicator:
     def committed(self, round_: Round | None, step: int) -> None:
         """Ends the re-replication, because `step` was committed with all its copies.
 
-        Does nothing if the job has been formed anew since it began: `round_` is then
-        another attempt to form the job.
+        Does nothing if no re-replication is under way. Also does nothing if the job has
+        been formed anew since the re-replication began: `round_` is then another
+        attempt to form the job.
         """
         if self._repair is not None and round_ is self._round:
             self._conclude(step)
@@ -268,9 +272,9 @@ class ReReplicator:
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
     """Returns slice key to digest of the restored state.
 
-    These are the digests that hosts computed after the restore. Hosts do this only
-    after the number of slots has changed; for all other slices the commit's digests are
-    returned.
+    A slice's digest is the one that a host computed after the restore. Hosts compute
+    digests only after the number of slots has changed. Without such a digest, the
+    digest in the commit is returned.
 
     Args:
         round_: the attempt to form the job, with the hosts' reports of the restore.

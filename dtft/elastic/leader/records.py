@@ -49,11 +49,11 @@ class _Write:
 
 
 class Records:
-    """What one leader knows of the store: view, last commits, and its queued writes.
+    """One leader's knowledge of the store, and its queue of writes to the store.
 
-    The view is the job's records in the store at one moment. Used by the event loop. A
-    write replaces an older write with the same label (kind) that is still queued; no
-    other write is dropped.
+    The knowledge is the view (the job's records in the store at one moment) and the
+    last commits. A write replaces an older write with the same label (kind) that is
+    still queued; no other write is dropped. Used by the event loop.
     """
 
     def __init__(
@@ -106,14 +106,19 @@ class Records:
         return max((commit.step for commit in self.commits), default=0)
 
     def learn(self, commits: Sequence[Commit]) -> None:
-        """Adds the commits in `commits`, which hosts have reported, that are newer.
+        """Adds commits that hosts have reported, if newer than the known commits.
 
-        A commit is added only if its step is higher than that of every commit known
-        here. All copies of a reported commit existed. Either the store has lost the
-        commit, or the store did not answer the leader that made it. A commit is not
-        added if its assignment of hosts to slots is older than that of the newest
-        commit known here, because training has been restored from an earlier step since
-        then.
+        A host can know a commit that the store has lost, or that the store has not
+        recorded because it did not answer the leader. All copies of such a commit
+        existed.
+
+        A commit is newer if its step is higher than that of the newest known commit.
+        But a commit is not added if its assignment of hosts to slots is older than the
+        assignment of the newest known commit. Training has then been restored from an
+        earlier step.
+
+        Args:
+            commits: the reported commits.
         """
         newest = self.commits[0] if self.commits else None
         found = [
@@ -213,7 +218,8 @@ class Records:
         Also compacts the store (drops old versions of keys) if enough was written.
 
         Args:
-            view: the view (the job's records) with the leader key that must still hold.
+            view: the view (the job's records) whose leader key and era the store must
+                still have; otherwise the store refuses the write.
             change: the key and the value to write.
 
         Returns:

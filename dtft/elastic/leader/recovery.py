@@ -46,7 +46,7 @@ class RecoveryDecision:
 
     @property
     def sent(self) -> dict[str, int]:
-        """Host to the bytes that other hosts fetch from it; non-senders are absent."""
+        """Maps each host that sends slices to the number of bytes that it sends."""
         return dict(self.plan.sent) if self.plan is not None else {}
 
 

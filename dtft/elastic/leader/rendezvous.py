@@ -1,10 +1,10 @@
 """Forms the job in rounds: at its start, after failures, and for another size.
 
 A formation is an assignment of hosts to slots. A round is one attempt to make a
-formation. It gathers reports of the copies that hosts hold, and lets pure modules
+formation. In a round, hosts report the copies that they hold, and pure modules
 (`rendezvous_plan`, `assignment`, `recovery`) decide which host gets which slot and what
-the host restores. Then the round has the assignment recorded and orders each host to
-prepare its slot.
+the host restores. Then the assignment is recorded in the store, and each host is
+ordered to prepare its slot.
 """
 
 import json
@@ -78,7 +78,7 @@ answer, or has lost its steps."""
 class Resize:
     """An assignment with another number of slots, for which processes compile ahead.
 
-    The job is formed with it once they have compiled.
+    The job is formed with this assignment once the processes have compiled.
     """
 
     formation: tuple[int, ...]
@@ -285,8 +285,8 @@ class Rendezvous:
     def _can_rehearse(self) -> bool:
         """Whether all slots train, and processes can compile for the next mesh now.
 
-        Processes can do this on CPU only, with hot swaps (processes that outlast a
-        recovery), and only if the same processes may still form another mesh.
+        Processes can compile ahead on CPU only, with hot swaps (processes that outlast
+        a recovery), and only if the same processes may still form another mesh.
         """
         return (
             self.current is not None
@@ -304,9 +304,11 @@ class Rendezvous:
         Returns:
             Whether the job can be formed with `slots` slots now: all these processes
             have reported that they have compiled, or `timeouts.start` seconds are over.
-            True at once if they cannot compile ahead (`_can_rehearse`), if a host that
-            would get a slot has no process among the JAX processes, or if the job has a
-            plan, which belongs to one number of slots.
+            True at once in these cases, in which nothing is compiled ahead:
+
+            * The processes cannot compile ahead (`_can_rehearse`).
+            * A host that would get a slot has no process among the JAX processes.
+            * The job has a plan, which is valid for one number of slots only.
         """
         round_, old, now = self.current, self.assignment, self._loop.now()
         if round_ is None or old is None or not self._can_rehearse or round_.planned:
@@ -329,7 +331,7 @@ class Rendezvous:
     def joined(self, host: str) -> None:
         """Handles the report that a spare host's process has joined the JAX processes.
 
-        It is ordered to compile ahead, too.
+        Orders this process, and the others again, to compile ahead (`rehearse`).
         """
         if self._resize is not None:
             self._resize.ready.discard(host)
@@ -347,7 +349,8 @@ class Rendezvous:
             world: the number of the group of JAX processes (world) for which it
                 compiled.
             turn: the number of the mesh among those that this group forms, from 0.
-            formations: what it compiled for: lists of the process index of each slot.
+            formations: the meshes for which it compiled. Each is given as the index of
+                each slot's process.
         """
         is_next = (world, turn) == (self.world.number, self.world.turn + 1)
         if self._resize is not None and is_next:
@@ -458,10 +461,11 @@ class Rendezvous:
 
     @property
     def is_deciding(self) -> bool:
-        """Whether it is still to be decided which host gets which slot.
+        """Whether the leader has still to decide which host gets which slot.
 
-        This is so while hosts report their copies, after failures while the job pauses,
-        and while it waits for storage. A host that joins is then asked for its copies.
+        True while hosts report their copies, while the job pauses after failures, and
+        while the job waits for storage. A host that joins at such a time is asked for
+        its copies.
         """
         return self.phase in ("gathering", "pausing", "storage")
 
@@ -482,12 +486,15 @@ class Rendezvous:
         self.gathered()
 
     def gathered(self) -> None:
-        """Assigns hosts to slots if every host that must has reported its copies.
+        """Assigns hosts to slots once every expected host has reported its copies.
 
-        If failures forbid it, the job pauses or ends instead; if hosts are missing, it
-        waits. Does nothing in other phases than "gathering", while storage is being
-        listed, and while a commit waits to be recorded. A store that does not answer is
-        not waited for.
+        If the last attempt to train failed, the job may pause or end instead. If there
+        are too few hosts for the slots, the job waits for hosts. Does nothing in these
+        cases:
+
+        * The phase is not "gathering", or an expected report is missing.
+        * Storage is being listed and may still answer in time (`StorageWatch.settled`).
+        * A commit is being recorded, and the store answers.
         """
         round_, registered = self.current, self._records.view.hosts
         if self.phase != "gathering" or round_ is None or not self._storage.settled:
@@ -629,7 +636,8 @@ class Rendezvous:
     def _explain_aside(self, chosen: SlotAssignment, aside: list[str]) -> None:
         """Prints why some hosts have no slot: other hosts do not reach them.
 
-        Also prints which host gets each one's slot, if the number of slots stays.
+        For a host that had a slot before, also prints which host gets this slot, if the
+        number of slots stays.
 
         Args:
             chosen: the new assignment of hosts to slots.
@@ -648,7 +656,7 @@ class Rendezvous:
 
     @property
     def available(self) -> int:
-        """The number of hosts that may have a slot and that the others reach."""
+        """The number of hosts that may have a slot and that all reach each other."""
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
@@ -682,7 +690,8 @@ class Rendezvous:
     def committed(self, step: int) -> None:
         """Handles a commit of `step`.
 
-        It may clear counts of failures, and it ends the suspicion of a network cut.
+        A commit ends the suspicion of a network cut between hosts. If its step is the
+        highest so far, counts of failures are cleared.
         """
         self.failures.committed(step)
         self._reach.committed()
@@ -758,8 +767,8 @@ class Rendezvous:
     def keys(self, host: str, keys: Mapping[str, str]) -> None:
         """Passes entries of a host's coordination service to the hosts of other slots.
 
-        This is so that JAX processes with a coordination service each can find each
-        other.
+        By these entries JAX processes find each other if each has a coordination
+        service of its own.
 
         Args:
             host: the host whose service has the entries.
@@ -933,9 +942,9 @@ class Rendezvous:
         """Handles the report that a host has not enough memory for a slot.
 
         If no trainer has announced a layout yet, orders the hosts in `others` to
-        allocate memory for a slot. The report may re-form the job, which stops the
-        trainers of these hosts; only the order then tells them how much memory a slot
-        needs.
+        allocate memory for a slot. The order tells these hosts how much memory a slot
+        needs. They may not learn it from their own trainers, because the report may
+        re-form the job, which stops all trainers.
 
         Args:
             layout: the layout of the state (mesh and leaves) that did not fit.
@@ -949,8 +958,8 @@ class Rendezvous:
     def expect_of(self, host: str) -> bool:
         """Orders one host to allocate memory for a slot.
 
-        Returns False, without an order, if no layout of the state is known, from which
-        the size follows.
+        The size of the memory follows from the layout of the state. If no layout is
+        known, returns False and sends no order.
         """
         layout = self.coordinator.layout if self.coordinator is not None else None
         if layout is None and self.current is not None:
@@ -981,9 +990,9 @@ class Rendezvous:
             self._order_prefetch(text, self.assignment)
 
     def _order_prefetch(self, layout: str, assignment: SlotAssignment) -> None:
-        """Orders each spare host to fetch the slices of one slot that no step changes.
+        """Orders each spare host to fetch those slices of a slot that no step changes.
 
-        The spare can then take the slot with fewer transfers. Spares are numbered in
+        The spare can then take this slot with fewer transfers. Spares are numbered in
         the order in which they joined, and spare n gets slot n modulo the number of
         slots. So a new spare does not change the slots of earlier spares. Does nothing
         in a served job (whose processes the user starts).

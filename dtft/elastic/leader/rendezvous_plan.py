@@ -135,10 +135,10 @@ class Round:
 
     @property
     def answers(self) -> tuple[dict[str, tuple[str, ...]], dict[str, list[str]]]:
-        """What hosts have reported about whether they reach each other.
+        """The peers that hosts tried to reach, and the peers that they did not reach.
 
-        Two maps from each host that has reported: to the peers to which the host had to
-        connect, and to the peers that the host did not reach.
+        Two dicts. The first maps each host that has reported to the peers to which it
+        had to connect. The second maps it to those peers that it did not reach.
         """
         tried = {host: self.tried.get(host, ()) for host in self.replies}
         missed = {host: it.get("missed", []) for host, it in self.replies.items()}
@@ -188,10 +188,11 @@ class Round:
         return {layout.digest: layout for layout in found}
 
     def layout_of(self, commits: Sequence[Commit]) -> Layout | None:
-        """Returns the layout (mesh and leaves) of the newest commit with a known one.
+        """Returns the layout of the newest commit whose layout hosts have reported.
 
-        If there is none, returns any layout that hosts have reported, else None.
-        `commits` are newest first.
+        A layout is the mesh and the leaves of the state. Without such a commit, returns
+        any layout that hosts have reported; None if they have reported none. `commits`
+        are newest first.
         """
         known = self.layouts
         chosen = [known[it.layout] for it in commits if it.layout in known]
@@ -376,9 +377,9 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Returns host to the host:port of a coordination service on it, for exports.
+    """Maps each host to the host:port of its coordination service for exports.
 
-    In an export, only the host of rank 0 starts the service, at its host:port. Leaves
+    In an export, only the host of rank 0 starts this service, at its host:port. Leaves
     out hosts of the assignment that are not in `hosts`.
 
     Args:
@@ -402,7 +403,7 @@ def report_of(
 
     Args:
         round_: the attempt to form the job that led to training.
-        previous: the assignment of hosts to slots before it.
+        previous: the assignment of hosts to slots before this attempt.
         now: the wall-clock time in seconds.
         world: the JAX processes that train.
     """
@@ -472,9 +473,9 @@ def replaced(
 ) -> tuple[str, ...]:
     """Returns a text for each slot that has another host than in `previous`.
 
-    Leaves out the slots whose former host is in `named`, the hosts that the reason for
-    forming the job anew names. The reason does not name a lost host if the leader that
-    noticed the loss was lost, too, before the job was re-formed. Returns () without
+    Leaves out the slots whose former host is in `named`: the hosts that the reason for
+    forming the job anew names already. (A lost host is not named if the leader that
+    noticed the loss was lost itself before the job was re-formed.) Returns () without
     `previous`, or if the number of slots has changed.
 
     >>> def assigned(*slots):

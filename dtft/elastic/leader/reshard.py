@@ -27,8 +27,8 @@ class NotPlanned(Exception):
 class ReshardPlans:
     """Plans how the newest commit of one formation is restored on other shardings.
 
-    A formation is an assignment of hosts to slots. Keeps the plan made last, because
-    every host asks for its part of it.
+    A formation is an assignment of hosts to slots. Keeps the newest plan, because each
+    host requests its own part of this plan.
     """
 
     def __init__(self, located: Located | None, layout: Layout | None) -> None:
@@ -105,8 +105,8 @@ class ReshardPlans:
     ) -> dict[str, Any]:
         """Computes the fields of one host's `assemble` order.
 
-        With it the host makes its slices in the requested layout (mesh and leaves of
-        the state) out of parts of the committed slices.
+        By this order the host makes its slices in the requested layout (mesh and leaves
+        of the state) from parts of the committed slices.
 
         Args:
             host: the host of one of the slots.

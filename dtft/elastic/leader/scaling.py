@@ -97,7 +97,8 @@ class _Request:
 class Scaling:
     """The users' requests for a number of replicas, and when the job changes its size.
 
-    A request waits until the job trains with the number. Used by the event loop.
+    A request is answered once the job trains with the requested number. Used by the
+    event loop.
     """
 
     def __init__(
@@ -118,10 +119,12 @@ class Scaling:
     def asked(self, replicas: int, answer: Answer) -> None:
         """Handles a request for `replicas` replicas.
 
-        `answer` sends the reply. It is called at once if the request is refused or the
-        job has this number. Otherwise `trained` calls it, once the job trains with this
-        number, or with another that it will keep. If this host stops leading before
-        that, `close` does.
+        `answer` sends the reply:
+
+        * at once, if the request is refused or the job has this number already;
+        * in `trained`, once the job trains with this number, or with another number
+          that it keeps;
+        * in `close`, if this host stops leading before that.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":
@@ -162,8 +165,11 @@ class Scaling:
     def due(self) -> str:
         """Returns why the job is to be re-formed for another size at this commit.
 
-        Returns "" if the size stays, while processes compile ahead for the other size,
-        unless the job trains, and when it is about to end.
+        Returns "" in these cases:
+
+        * The size stays.
+        * Processes still compile ahead for the new size.
+        * The job does not train, or is about to end.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         round_ = rendezvous.current

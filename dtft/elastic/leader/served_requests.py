@@ -34,9 +34,9 @@ ATTACHED = (
 class Flush:
     """A user's process that waits until `step` is committed.
 
-    With `store`, it waits until the step or a later one is in storage. The answer to
-    the process contains `token`, which tells it which of its waits has ended. `ballot`
-    identifies the attempt to form the job in which the process asked.
+    With `store`, the process waits until the step or a later step is in storage. The
+    answer contains `token`, by which the process knows which of its waits has ended.
+    `ballot` identifies the attempt to form the job in which the process asked.
     """
 
     ballot: Ballot
@@ -181,7 +181,7 @@ class Requests:
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
         """Records a slot's snapshot of a step: the digests of its slices, in order.
 
-        They are needed if a process requests the step on other shardings.
+        The digests are needed if a process requests the step on other shardings.
         """
         if self._rendezvous.coordinator is not None:
             self._newest().staged(slot, step, digests)
@@ -214,15 +214,15 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """Adds a process that waits until `step` is committed; answers it then.
+        """Adds a process that waits for a step; answers the process once it is safe.
 
         Args:
             host: the process's host.
             slot: the host's slot.
             token: returned in the answer; tells the process which of its waits has
                 ended.
-            step: the awaited step.
-            store: whether to wait until `step` or a later step is in storage.
+            step: the awaited step, which is safe once it is committed.
+            store: whether to wait until `step` or a later step is in storage instead.
         """
         round_ = self._rendezvous.current
         assert round_ is not None
@@ -286,11 +286,12 @@ class Requests:
         self._settle()
 
     def _settle(self) -> None:
-        """Answers the processes whose step is committed, or if they ask, stored.
+        """Answers the processes whose awaited step is safe.
 
-        Orders an export if a process or a request needs one. While an export is in
-        progress, answers no process. Forgets processes that asked before the job was
-        formed anew.
+        A step is safe once it is committed; for a process that waits for storage, once
+        storage has it. Orders an export if a process or a request needs one. While an
+        export is in progress, answers no process. Forgets processes that asked before
+        the job was formed anew.
         """
         round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
         ballot = round_.ballot if round_ else None

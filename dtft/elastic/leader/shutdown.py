@@ -76,8 +76,8 @@ class Shutdown:
     def fail(self, message: str, code: int = 1) -> None:
         """Ends the job with an error; exports the newest commit first if possible.
 
-        It is possible if the connected hosts hold all of it. Nothing is exported if
-        storage has it.
+        An export is possible if the connected hosts hold all slices of the commit.
+        Nothing is exported if storage has the commit already.
 
         Args:
             message: the error, for people.
@@ -112,9 +112,9 @@ class Shutdown:
     def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
         """Returns the assignment (hosts of the slots) that made the newest commit.
 
-        This is `previous` if it has as many slots as `layout` (the commit's mesh).
-        Otherwise, after a change of size, it is made from the hosts that the commit
-        names.
+        Returns `previous` if it has as many slots as `layout` (the commit's mesh).
+        Otherwise the number of slots has changed since the commit, and the returned
+        assignment has the hosts that the commit names.
         """
         if len(previous.slots) == layout.mesh.num_slots:
             return previous
@@ -186,8 +186,9 @@ class Shutdown:
     def conclude_for_others(self) -> None:
         """Ends a job that waits for hosts if storage has the job's last step.
 
-        The job has then ended before, and the store has lost the result. A host that
-        was away at that end would otherwise wait for ever for the other hosts.
+        If storage has this step, the job has ended before and the store has lost the
+        result. A host that was away when the job ended would otherwise wait for the
+        other hosts for ever.
         """
         last = self._config.last_step
         if last and self._rendezvous.phase == "waiting" and last in self._storage.steps:

@@ -40,8 +40,8 @@ class JobSizes:
     def formed(self, assignment: SlotAssignment) -> None:
         """Remembers the number of slots that a user has requested, from an assignment.
 
-        Assignments of hosts to slots contain it. `asked` returns it if the store has
-        lost the request.
+        Every assignment of hosts to slots contains the requested number. `asked`
+        returns this number if the store has lost the request.
         """
         self._asked_before = assignment.asked_slots
 
@@ -67,7 +67,7 @@ class JobSizes:
 
         If the number is above `available`, the job waits for hosts. With a `layout`,
         excludes numbers of slots that `size_for` refuses, because the state or the
-        batch cannot be divided so.
+        batch cannot be divided among so many replicas.
 
         Args:
             available: the number of hosts that can be given a slot.

@@ -45,6 +45,8 @@ _ADVICE = (
 def advice(error: str) -> str:
     """Returns the advice for a failed export, chosen by words in the error message.
 
+    An error without any of these words gets the advice to read the exporter's log.
+
     >>> advice("OSError: [Errno 30] Read-only file system: '/nfs/run'")
     'mount it for writing'
     >>> advice("ValueError: bits") is not None
@@ -197,7 +199,7 @@ class StorageWatch:
 
     @property
     def settled(self) -> bool:
-        """Whether `steps` need not be waited for.
+        """Whether `steps` can be used now, without waiting for a listing.
 
         True if no listing is in progress, or if storage has not answered for so long
         that the last listing is used (`silent`).

@@ -73,7 +73,8 @@ class WorldPlan:
 def recorded(assignment: SlotAssignment) -> WorldPlan:
     """Returns the world (group of JAX processes) that an assignment of slots records.
 
-    It has the process indices of the hosts with slots, not those of spares.
+    The returned world has the process indices of the hosts with slots, not those of
+    spares.
     """
     number, size, turn = assignment.world
     server, address = assignment.service
@@ -144,7 +145,8 @@ def why_restarted(
 
     Args:
         world: the JAX processes that have trained last.
-        swaps: how often they have formed a mesh since all slots last trained.
+        swaps: how often these processes have formed a mesh since all slots last
+            trained. From `MOST_SWAPS` (2) on, all trainers restart.
         lasts: whether processes of this job can form several meshes, one after the
             other (hot swaps).
         fatal: whether the same processes would fail again.
@@ -179,11 +181,11 @@ def why_restarted(
 
 
 def given_up(world: WorldPlan, named: Collection[str]) -> list[int]:
-    """Returns the indices of the JAX processes that are to be believed lost.
+    """Returns the indices of the JAX processes that are to be declared lost.
 
-    The coordination service that serves all processes is to believe this; the other
-    processes can then leave their collectives. Returns [] if each process has a
-    coordination service of its own.
+    They are declared lost to the coordination service that serves all processes, so
+    that the other processes can leave their collectives. Returns [] if each process has
+    a coordination service of its own.
 
     Args:
         world: the JAX processes that have trained last.
