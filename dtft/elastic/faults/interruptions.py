@@ -120,9 +120,9 @@ def session(leader: int) -> list[int]:
 
 
 def stopped(pids: Sequence[int]) -> Interruption:
-    """Stops processes (SIGSTOP); ignores process id 0 and processes that have ended.
+    """Suspends processes (SIGSTOP); ignores process id 0 and processes that have ended.
 
-    `end` of the returned interruption resumes the processes in reverse order (SIGCONT).
+    `end` of the returned interruption resumes the processes (SIGCONT), the last first.
     """
     found = tuple(pid for pid in pids if pid)
     for pid in found:

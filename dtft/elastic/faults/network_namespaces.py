@@ -173,8 +173,8 @@ class HostNamespaces:
         """Whether a cut in force drops the packets from `sender` to `receiver`.
 
         Only cuts of one direction and cuts between two hosts are considered, because
-        they work through the sender's ARP entries. `sender` and `receiver` are the last
-        numbers of the IP addresses of hosts or bridges.
+        only these cuts change the sender's ARP entries. `sender` and `receiver` are the
+        last numbers of the IP addresses of hosts or bridges.
         """
         for cut in self._cuts:
             numbers = {self._hosts[name].number for name in cut.hosts}

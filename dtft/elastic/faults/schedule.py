@@ -5,10 +5,11 @@
 WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
 ``leader`` or ``follower``. ``follower`` is the host with the lowest slot, except the
 leader's host; for a cut of a pair, the two hosts with the lowest slots, except the
-leader's host. For ``scale`` WHOM is a number of replicas. An option is a phase, a
-number of seconds, the reach of a cut, or ``always``; `RULES` has the options that each
-kind allows. Without seconds a stop or a cut lasts for ever. This module only parses;
-`injector` carries the faults out.
+leader's host. For ``scale`` WHOM is a number of replicas. An option is a phase (the
+job's activity during which the fault happens), a number of seconds, the reach of a cut
+(which packets are dropped), or ``always`` (a ``fail`` happens at every attempt).
+`RULES` has the options that each kind allows. Without seconds a stop or a cut lasts for
+ever. This module only parses; `injector` carries the faults out.
 """
 
 import re
@@ -124,8 +125,9 @@ class Fault:
     """One fault: kind, victims, step and duration.
 
     A `corrupt` takes effect just before the next fault of another kind, if that fault
-    kills hosts or trainers; before any other fault it has no effect. It inverts one
-    byte in every 4 KiB of the memory in which the hosts of `slots` keep copies.
+    kills hosts or trainers; before any other fault it has no effect. The effect is that
+    one byte in every 4 KiB is inverted in the memory in which the hosts of `slots` keep
+    copies.
     """
 
     kind: Kind

@@ -258,7 +258,7 @@ def piece(value: object) -> bool:
 
 
 def region(value: object) -> bool:
-    """Whether a value is a dict with the fields of a `Region`: slices as dicts.
+    """Whether a value is a dict with the fields of a `Region`, each a slice as a dict.
 
     A region is the part `moved` of an old slice `old` that becomes part of a new slice
     `new`. So `moved` must lie inside both.

@@ -141,10 +141,14 @@ OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
 def fault_of_order(message: object, host: str | None = None) -> str | None:
     """Checks an order; returns the first error in words, or None. Does not raise.
 
+    Fields that this version does not know are allowed, so the last example returns
+    None. (The order "lend" makes a host keep a step for hosts that export it; step -1
+    frees the step.)
+
     Args:
         message: the received message.
-        host: name of the receiving host. A `prepare` for another host is an error;
-            None allows any host.
+        host: name of the receiving host. A `prepare` (the order to restore and train in
+            a slot) for another host is an error; None allows any host.
 
     >>> fault_of_order({"op": "lend", "step": "7"})
     "lend: step='7'"

@@ -259,8 +259,8 @@ def misfit(
 ) -> str | None:
     """Checks a report against the current assignment of hosts to slots.
 
-    Each field of the report must be valid (`fault_of_report`). Only reports whose op
-    (kind) is in `OF_A_SLOT` are checked:
+    Assumes that each field of the report is valid (`fault_of_report`). Returns None for
+    a report whose op (kind) is not in `OF_A_SLOT`. Other reports are checked for this:
 
     * The host must have a slot, and a slot in the report must be this slot. In a `held`
       report (slot `target` holds a copy of the slices of slot `source`), `target` must
