@@ -107,8 +107,8 @@ class Surroundings:
 def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
     """Chooses the failure domains over which copies are spread.
 
-    Hosts have no copies in memory yet. If no host has a domain label, each slot is its
-    own domain.
+    Copies that hosts have in memory already are not considered. If no host has a domain
+    label, each slot is its own domain.
 
     Args:
         slots: the host of each slot.
@@ -132,7 +132,7 @@ def next_spread(
     """Returns the failure domains over which copies are spread after a new assignment.
 
     If the present copies stay in memory (`keep`) and the number of slots is the same,
-    they are the previous domains. Otherwise they are chosen anew (`spread_over`).
+    the previous domains are returned. Otherwise new domains are chosen (`spread_over`).
 
     Args:
         previous: the previous assignment; None if there is none.

@@ -215,6 +215,7 @@ def next_epoch(
 
     The generation increases if the hosts in `filled` (one for each slot), or their
     agent processes, differ from those in `previous`; otherwise the attempt increases.
+    The first assignment of a job (`previous` is None) gets (1, 1).
 
     >>> next_epoch(None, [])
     (1, 1)
@@ -235,7 +236,7 @@ consecutive numbers."""
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimits:
-    """Limits of a job's number of replicas: a minimum, and the rows to divide."""
+    """Limits of a job's number of replicas: a minimum, and an even split of a batch."""
 
     min_replicas: int = 0
     """Fewest replicas with which the job continues when it has lost hosts and has no
@@ -273,6 +274,8 @@ class ReplicaGroups:
     """The numbers of replicas and slots of a job, and its replica groups.
 
     A replica group is the smallest set of hosts that hold whole copies of the model.
+    `parts` is the number of equal parts into which the rows of one replica are divided.
+    In the example, the group is two replicas on one slot.
 
     >>> ReplicaGroups(replicas=4, slots=2, parts=1).group  # every host has two replicas
     (2, 1)
@@ -314,6 +317,8 @@ class ReplicaGroups:
 
     def slots_of(self, replicas: int) -> int:
         """Returns the number of slots for this many replicas.
+
+        In the example, a replica has 6 / 2 = 3 slots.
 
         >>> ReplicaGroups(replicas=2, slots=6, parts=3).slots_of(3)
         9
@@ -371,7 +376,8 @@ def _unfit(replicas: int, groups: ReplicaGroups, limits: SizeLimits) -> str:
 def resized(layout: Layout, replicas: int) -> Layout:
     """Computes the layout of the same state on a mesh with `replicas` replicas.
 
-    A layout has the mesh, with the slot of each device, and the state's arrays.
+    A layout has the mesh, with the slot of each device, and the state's arrays. In the
+    example, each slot has one device, and a second replica adds two devices and slots.
 
     Raises:
         ValueError: the mesh has no replica axis, an axis before it has a size above 1,
@@ -425,9 +431,10 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
     """Returns an array's description with its shape in a job of `replicas` replicas.
 
-    The shape differs only if the array has one row for each of the present replicas
-    (`before`). The state can then not be resized, because a new replica has no row:
-    `new_specs` raises an error that names the array, as its shape has changed.
+    The shape changes only if the array has one row for each of the present replicas
+    (`before`). Such a state cannot be resized, because a new replica would have no row.
+    `new_specs` sees that the shape has changed, and raises an error that names the
+    array.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(

@@ -96,6 +96,10 @@ def limit_of(
 ) -> tuple[float, str]:
     """Returns the limit of a phase in seconds, and the field of `timeouts` for it.
 
+    If `timeouts.step` is None, the limit of the phase "step" is `MEDIANS` (20) times
+    the median of `step_s`, at least `SHORTEST_LIMIT_S` (10 s). With fewer than
+    `KNOWN_STEPS` (3) measured steps it is `timeouts.start` (180 s by default).
+
     Args:
         phase: the trainer's phase; "" has no limit.
         step_s: measured seconds of the newest steps.

@@ -120,7 +120,7 @@ class JobState:
 
         A state without commits, with a corrupt copy, or with a host that did not answer
         is conclusive. Any other state is conclusive if it has a healthy commit whose
-        step no host dropped before it was read. Hosts drop steps while they are
+        step no host dropped before the step was read. Hosts drop steps while they are
         queried, so another query may give a conclusive state.
         """
         if not self.commits or any(host.corrupt or host.error for host in self.hosts):

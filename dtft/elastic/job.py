@@ -94,8 +94,8 @@ class AgentConfig:
 
     @property
     def seats(self) -> SeatPolicy:
-        """The policy that fills slots and reacts to trainers, as the job is `served` or
-        not."""
+        """The policy that fills slots and reacts to trainers: `SERVED` if the job is
+        `served`, else `LAUNCHED`."""
         return SERVED if self.served else LAUNCHED
 
     @property

@@ -96,9 +96,10 @@ class LeaderLink:
         self._connect()
 
     def _leave(self, term: int, leader: HostRecord) -> None:
-        """Ends the link, if any, to a former leader; first sends it the new leader.
+        """Ends the link to a former leader, if there is a link.
 
-        `leader` is the new leader, and `term` the number of its term.
+        First tells the former leader who leads now: `leader`, in the term with the
+        number `term`.
         """
         channel, self._channel = self._channel, None
         if channel is not None:
@@ -369,7 +370,7 @@ class FollowerLinks:
             self._on_report(link.record.host, message)
 
     def _described(self, link: _Follower, message: Message) -> None:
-        """Replaces a connected host's record by the record in its message.
+        """Replaces a connected host's record by the record in the host's message.
 
         Ignores an invalid record, and a record of another host.
         """

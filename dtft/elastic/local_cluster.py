@@ -212,8 +212,8 @@ class LocalCluster:
     def request_stop(self) -> None:
         """Asks the job to stop at a step boundary; does not block.
 
-        A thread writes the request to the store until the store has recorded it, and
-        again if the store has lost it.
+        A thread writes the request to the store. It retries until the store has the
+        request, and writes the request again if the store loses it.
         """
         if self._stop is None:
             self._stop = threading.Thread(target=self._ask_to_stop, daemon=True)
@@ -233,7 +233,8 @@ class LocalCluster:
                 self._closed.wait(ASK_AGAIN_S if self._stop_recorded else 0.1)
 
     def poll(self) -> dict[str, int]:
-        """Returns host name to return code of the agents that have ended."""
+        """Maps the name of each host whose agent has ended to the agent's return
+        code."""
         agents = list(self.agents.items())  # another thread may kill hosts
         codes = {name: agent.poll() for name, agent in agents}
         return {name: code for name, code in codes.items() if code is not None}
@@ -358,8 +359,8 @@ class LocalCluster:
     def close(self) -> None:
         """Ends all agents and etcd, frees every host's memory, removes the secret file.
 
-        After an error with one agent or with etcd, the others are still ended. On the
-        main thread, stop signals are ignored meanwhile.
+        An error with one agent or with etcd does not keep the other processes from
+        being ended. On the main thread, stop signals are ignored meanwhile.
         """
         self._closed.set()
         if self._supervisor is not None:

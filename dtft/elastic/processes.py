@@ -186,6 +186,8 @@ def room_problem(directory: Path, num_bytes: int) -> str:
 def state_letter(pid: int) -> str:
     """Returns the kernel's state letter of a process, or "" if the process is gone.
 
+    The letters are those of /proc/PID/stat, such as R (runs) and T (stopped).
+
     >>> state_letter(os.getpid())
     'R'
     """

@@ -141,8 +141,8 @@ def fill_by_process(
     """Gives slot i to the host to which the user's process with index i is attached.
 
     If two processes with the same index are attached, the process that attached later
-    counts: the other one is left over from an earlier start of the job. The result is
-    None for a slot without a process.
+    counts. The earlier process is left over from an earlier start of the job. The
+    result is None for a slot without a process.
 
     >>> def host(name, process, ns):
     ...     return HostRecord(host=name, address="", incarnation="", joined_ns=0,
@@ -215,7 +215,8 @@ class Seating:
 def _fill_with_spares(seating: Seating) -> Filled:
     """Chooses the number of slots, keeps hosts in their slots, and fills empty slots.
 
-    Empty slots get spares, as far as there are enough.
+    Returns the host of each slot. An empty slot gets a spare, or None if no spare is
+    left.
     """
     old, layout = seating.previous, seating.layout
     num_slots = seating.choose_size(len(seating.usable), layout)
@@ -263,7 +264,8 @@ def _bytes_by_slot(
 def _fill_with_processes(seating: Seating) -> Filled:
     """Gives slot i to the host to which the user's process with index i is attached.
 
-    A process that has detached since its host's last record does not count.
+    Returns the host of each slot; None for a slot without a process. A process that has
+    detached since its host's last record does not count.
     """
     free = [  # replies are newer than records: a process may have detached since
         record

@@ -54,7 +54,7 @@ def presses(signals: Sequence[tuple[float, int]]) -> int:
 class StopProgress:
     """A job's progress, as the launching process reads it.
 
-    It is read without a call to the store or the leader.
+    The progress is read without a call to the store or the leader.
     """
 
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -82,6 +82,10 @@ class StopProgress:
 
 def waits_for(progress: StopProgress) -> str:
     """Describes what the job waits for before it can stop.
+
+    Trainers are at a step boundary once the newest dispatched step (`computing`) is
+    finished on a host and committed. After that only the export of this step is
+    missing.
 
     >>> waits_for(StopProgress(finished={"host-0": 12, "host-1": 11}, committed=11))
     'host-0 (step 12), host-1 (step 11) to reach a step boundary'
