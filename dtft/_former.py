@@ -53,7 +53,8 @@ def warn(former: str, now: str, stacklevel: int = 3) -> None:
 def renamed(**former: str) -> Callable[[_Function], _Function]:
     """Returns a decorator that makes a function accept old names of its arguments too.
 
-    Each use of an old name emits a FutureWarning.
+    Each use of an old name emits a FutureWarning. The example prints the result of the
+    call, 3, and the text of the warning.
 
     Args:
         **former: old name of an argument to its current name.
@@ -137,7 +138,8 @@ class _Module(ModuleType):
     def __call__(self, *args: Any, **given: Any) -> Any:
         """Calls the parent package's function that has the same name as this module.
 
-        Importing the module has hidden this function in the package.
+        The import of this module has hidden the function, because the module becomes
+        the package's attribute of this name.
         """
         return self._hidden(*args, **given)
 

@@ -6,10 +6,10 @@ It uses the private API for:
   trainer to it, publishing the devices of all processes, and telling XLA of processes
   that have died or were replaced.
 * The key-value store of the coordination service, for text from one process to others.
-* JAX's persistent compilation cache: which process writes it, and what a CPU program's
-  key in it depends on.
+* JAX's persistent compilation cache: which process writes it, and what the cache key of
+  a CPU program depends on.
 * Loading a compiled CPU program for other devices.
-* The bytes of a CPU array's buffer, and their order.
+* The bytes of a CPU array's buffer, and the order of an array's dims in memory.
 * Compilation of a module that another process lowered.
 * The number of constant and carried arguments of a `scan`.
 * Whether JAX traces cuDNN's attention on a machine without cuDNN.
@@ -71,11 +71,11 @@ def start_coordination_service(
 
     The service runs as long as the returned object exists.
 
-    A service that is not open lets processes go on only when all have connected, and
-    process 0 then publishes the devices of all. A process can join an open service at
-    any time, also with the index of a process that has died. For this, the function
-    itself connects once with each index before it returns. The processes of an open
-    service have the indices 1 to num_processes - 1; none may have index 0.
+    If the service is not open, processes wait until all have connected, and process 0
+    then publishes the devices of all. If it is open, a process can join at any time,
+    also with the index of a process that has died. For this, the function itself
+    connects once with each index before it returns. The processes of an open service
+    have the indices 1 to num_processes - 1; none may have index 0.
 
     Args:
         address: host:port at which the service listens.
@@ -151,7 +151,7 @@ _PLACED = (_DEVICE_ID, _PARTITION)
 def publish_devices(index: int, num_processes: int, found: threading.Event) -> None:
     """Publishes the devices of all processes in an open coordination service.
 
-    Without it, process 0 would publish them; an open service has no process 0 (see
+    JAX has process 0 publish the devices, but an open service has no process 0 (see
     `start_coordination_service`). Every process is assumed to have the same devices as
     this one.
 
@@ -185,7 +185,8 @@ def topology_like(own: bytes, num_processes: int, platform: str) -> bytes:
     """Encodes XLA's GlobalTopologyProto of processes that all have the same devices.
 
     Args:
-        own: encoded LocalTopologyProto of one process, whose devices all others have.
+        own: encoded LocalTopologyProto of one process; each of the other processes has
+            the same devices.
         num_processes: number of processes.
         platform: XLA's name of the platform, such as "cuda". For "cpu" only the number
             of devices is taken from `own`.
@@ -216,7 +217,8 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes]]:
     """Yields the fields of an encoded protocol buffer.
 
     Each field is a tuple: its number, the bytes of its content, and all its bytes (tag
-    and length included).
+    and length included). In the example, the content of field 1 is the number 300 as a
+    varint.
 
     >>> list(_fields(_encoded(1, 300) + _encoded(4, b"ab")))
     [(1, b'\\xac\\x02', b'\\x08\\xac\\x02'), (4, b'ab', b'"\\x02ab')]
@@ -281,10 +283,11 @@ def give_up_process(address: str, index: int) -> None:
 def know_processes(indices: Sequence[int], timeout_s: float) -> None:
     """Tells XLA the current incarnations of the processes of the next collectives.
 
-    On GPUs XLA aborts a collective once a process in it has died or was replaced, if it
-    knew the incarnation of this process. (A process that connects with the index of a
-    dead one is a new incarnation.) Returns when all processes in `indices` have called
-    this function. All must be connected to the same coordination service.
+    A process that connects with the index of a dead process is a new incarnation. On
+    GPUs XLA aborts a collective once one of its processes has died or was replaced, but
+    only if XLA knew the incarnation of that process. Returns when all processes in
+    `indices` have called this function. All must be connected to the same coordination
+    service.
 
     `timeout_s` does not limit the wait for a process that is connected but does not
     call this function, because JAX has no such limit.
@@ -369,10 +372,10 @@ def write_compilation_cache(process_id: int, *, writes: bool) -> None:
     """Sets whether this process writes to JAX's persistent compilation cache.
 
     JAX writes only in process 0, but no process of an open coordination service
-    (`start_coordination_service`) has index 0. So this function lets JAX's cache
-    believe that a writing process has index 0. Call it only after JAX has found its
-    devices, because until then the devices depend on the same variable.
-    `jax.process_index()` does not change.
+    (`start_coordination_service`) has index 0. So this function sets the index that
+    JAX's cache reads to 0 in a process that writes. JAX also reads this index while it
+    looks for devices, so call the function only afterwards. `jax.process_index()` does
+    not change.
 
     Args:
         process_id: true index of this process.
@@ -438,7 +441,7 @@ def share_cached_programs() -> None:
 
 
 class _Read(threading.local):
-    """What each thread has last read from JAX's compilation cache."""
+    """The entry of JAX's compilation cache that each thread has read last."""
 
     looked = False
     entry: bytes | None = None
@@ -633,7 +636,8 @@ def meet(
     """Waits until every process in `processes` has called this function.
 
     Each process sets a key of JAX's coordination service and waits for the keys of the
-    other processes. Returns at once in a process that is not connected to a service.
+    other processes. Returns at once if `processes` has only one index, or if this
+    process is not connected to a service.
 
     Args:
         name: name of the meeting; may be used only once in the life of the service.
@@ -718,7 +722,7 @@ def delete_service_keys(directory: str) -> None:
 
 
 def set_service_key(key: str, value: bytes) -> None:
-    """Sets a key of the coordination service, also one that has a value.
+    """Sets a key of the coordination service; overwrites a value that it has.
 
     Does nothing in a process that is not connected to a service.
     """
@@ -773,7 +777,8 @@ def compile_module(
 
     Args:
         module: StableHLO with shardings, as MLIR bytecode of this version of JAX.
-        devices: devices in mesh order; devices of a topology need not exist.
+        devices: devices in mesh order. They may be devices of a topology description,
+            which this machine need not have.
         options: XLA compiler options, such as `{"xla_backend_optimization_level": 0}`.
 
     Returns:
@@ -852,7 +857,7 @@ def cudnn_assumed() -> Iterator[None]:
     """Makes JAX trace cuDNN's attention in a `with` block, on a machine without cuDNN.
 
     JAX refuses to trace cuDNN's attention without cuDNN, although tracing runs no
-    kernel. In the block, JAX takes cuDNN 9.10 and any compute capability for given.
+    kernel. In the block, JAX assumes cuDNN 9.10 and accepts any compute capability.
     Several threads may be in a block at once; the last to leave restores JAX. On a
     machine with cuDNN the block changes nothing.
     """
