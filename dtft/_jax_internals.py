@@ -668,7 +668,7 @@ _CHECK_S = 0.05
 
 
 def _is_set(client: Any, key: str) -> bool:
-    """Waits up to `_CHECK_S` for a key; returns whether it is set."""
+    """Waits up to `_CHECK_S` seconds for a key; returns whether the key is set."""
     try:
         client.blocking_key_value_get(key, round(1e3 * _CHECK_S))
     except jax.errors.JaxRuntimeError as error:

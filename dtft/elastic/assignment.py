@@ -465,6 +465,9 @@ def choose_slots(
     candidate of at most `available` slots. If every candidate needs more slots, the
     result is the smallest candidate, and the job waits for hosts.
 
+    In the examples there are two hosts for three wanted slots. The job continues with
+    two slots if the newest commit has two; otherwise it waits for a third host.
+
     Args:
         wanted: the requested number of slots, or the number at the job's start.
         committed: number of slots of the newest commit; 0 without a commit.

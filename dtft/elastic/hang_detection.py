@@ -175,7 +175,7 @@ class JobProgress:
         """Returns a `Stuck` if the phase exceeds its limit, else None.
 
         Args:
-            longer_s: seconds since the report, for which the phase continued.
+            longer_s: seconds since the report, which are added to the phase's duration.
         """
         for_s = self.for_s + longer_s
         if not self.phase or for_s <= self.limit_s:

@@ -695,10 +695,10 @@ class Leader:
             self._ended(result)
 
     def _await_save(self) -> None:
-        """Lets a served job train without limit of time while no save is in progress.
+        """Restarts the deadline for the next snapshot while no save is in progress.
 
-        The user's processes decide when to save. Without a save, the time limit for the
-        next snapshot begins anew at every call.
+        The user's processes of a served job decide when to save. So the deadline must
+        not pass before they begin a save.
         """
         coordinator = self._rendezvous.coordinator
         if self._rendezvous.phase == "running" and not (

@@ -25,7 +25,7 @@ log is written."""
 
 
 class Leadership:
-    """Starts and ends this host's time as leader, which may come more than once.
+    """Begins and ends the leadership of this host, which may lead more than once.
 
     Used by the event loop.
 

@@ -79,8 +79,8 @@ class Records:
             journal: tells people that the store does not answer.
             store: the store's address, for messages.
             on_written: called with label (kind) and value of each recorded write.
-            on_delayed: called with label and value of a commit or an assignment that
-                has to wait, once for each.
+            on_delayed: called once for each commit or assignment that the store has not
+                recorded in time, with the write's label and value.
             on_committing: called with the step of each commit that is queued.
         """
         self._membership, self.view = membership, view
