@@ -21,6 +21,7 @@ from dtft.planner.gc_pause import gc_paused
 from dtft.planner.ir import (
     POLICIES,
     Graph,
+    Operator,
     OpGroup,
     ReadPoint,
     Value,
@@ -36,10 +37,11 @@ from dtft.planner.software import XLA, Software
 from dtft.planner.spmd import ShardingAssignment
 from dtft.planner.types import Remat
 
-# Expert dims are found from matmuls alone. An expert dim is in both operands and in the
-# result of a matmul, and one of these three arrays is a parameter or has the dims of a
-# parameter: each index of the dim has weights of its own. Layers of experts, ensembles
-# and other stacks of small models have such a dim.
+# Expert dims are found from matmuls alone. An expert dim is a batch dim of a matmul of
+# which one operand or the result is a parameter or has the dims of a parameter: each
+# index of the dim has weights of its own. Layers of experts, ensembles and other stacks
+# of small models have such a dim. A contracted dim may have the same number as a dim of
+# the result (square weights between residual sums): such a dim is no expert dim.
 
 
 Arrays = Mapping[frozenset[int], int]
@@ -73,17 +75,16 @@ def arrays_of_experts(
     compiled programs (`tests/compiled/test_expert_axis.py`).
     """
     found: dict[frozenset[int], int] = {}
-    for arrays, weights in _products(graph, parameters, root):
-        shared = frozenset.intersection(*arrays)
+    for arrays, weights, shared in _products(graph, parameters, root):
         for dim in sorted(shared):
-            if not graph.dims[dim].loop and dim not in examples:
+            if dim not in examples:
                 found |= {dims: dim for dims in arrays if dims != weights}
     return found
 
 
 def _products(
     graph: Graph, parameters: Sequence[int], root: Callable[[int], int]
-) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int]]]:
+) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int], frozenset[int]]]:
     """Finds the matmuls of a program in which one array has the dims of a parameter.
 
     This array is an operand (the weights), or the result of a matmul that computes the
@@ -91,23 +92,32 @@ def _products(
     those of `arrays_of_experts`.
 
     Yields:
-        The sets of dims of both operands and the result, and the set of dims of the
-        array that has the dims of a parameter.
+        The sets of dims of both operands and the result, the set of dims of the array
+        that has the dims of a parameter, and the batch dims of the matmul.
     """
 
+    def kept(dims: Iterable[int]) -> frozenset[int]:
+        return frozenset(root(dim) for dim in dims if not graph.dims[dim].loop)
+
     def dims_of(value: Value) -> frozenset[int]:
-        kept = (dim for dim in value.dims if not graph.dims[dim].loop)
-        return frozenset(map(root, kept))
+        return kept(value.dims)
 
     known = {dims_of(graph.values[index]) for index in parameters}
     for operator in graph.operators:
-        if operator.kind != "matmul" or len(operator.inputs) != 2:
+        if operator.primitive != "dot_general" or len(operator.inputs) != 2:
             continue
         indices = (*operator.inputs, operator.outputs[0])
         arrays = tuple(dims_of(graph.values[index]) for index in indices)
         weights = [dims for dims in arrays if dims in known]
         if len(weights) == 1:
-            yield arrays, weights[0]
+            yield arrays, weights[0], kept(_batch_dims(graph, operator))
+
+
+def _batch_dims(graph: Graph, operator: Operator) -> tuple[int, ...]:
+    """Returns the batch dims of a `dot_general`: the first dims of its result."""
+    left, right = (len(graph.values[index].dims) for index in operator.inputs)
+    made = graph.values[operator.outputs[0]].dims
+    return made[: left + right - 2 * len(operator.contracted[0]) - len(made)]
 
 
 def sources(graph: Graph) -> dict[int, int]:

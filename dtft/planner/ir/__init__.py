@@ -5,8 +5,9 @@
 * `dim_propagation`: derives the dims of an operator's results from its operands' dims.
   `flops`: classifies operators and counts their operations.
 * `fusion`: finds the kernels of a compiled step, and the bytes that they move.
-* `repeats`: finds equal layers. `op_groups`: groups operators of equal cost. `remat`:
-  wraps parts of a loss in `jax.checkpoint`.
+* `repeats`: finds equal blocks. `layers`: finds the layers that a pipeline divides.
+  `op_groups`: groups operators of equal cost. `remat`: wraps parts of a loss in
+  `jax.checkpoint`.
 """
 
 from typing import TYPE_CHECKING
@@ -42,17 +43,11 @@ if TYPE_CHECKING:
         uncut,
         with_bodies,
     )
+    from dtft.planner.ir.layers import PARTS, LayerStack, Part, find_layers
     from dtft.planner.ir.op_groups import OpGroup, group_operators, region
     from dtft.planner.ir.read_order import ReadPoint, find_read_order
     from dtft.planner.ir.remat import POLICIES, rematerialized
-    from dtft.planner.ir.repeats import (
-        PARTS,
-        LayerStack,
-        Part,
-        find_layers,
-        find_repeats,
-        same_dims,
-    )
+    from dtft.planner.ir.repeats import find_repeats, same_dims
     from dtft.planner.ir.tracing import trace
 
 _PUBLIC = {
@@ -63,21 +58,21 @@ _PUBLIC = {
     "CountedLoop": "graph",
     "Dim": "graph",
     "Graph": "graph",
-    "LayerStack": "repeats",
+    "LayerStack": "layers",
     "MMA_SYNC": "flops",
     "OpGroup": "op_groups",
     "Operator": "graph",
     "OperatorKind": "graph",
-    "PARTS": "repeats",
+    "PARTS": "layers",
     "POLICIES": "remat",
     "PRODUCTS": "fusion",
-    "Part": "repeats",
+    "Part": "layers",
     "RELABELS": "fusion",
     "REMAT": "jaxprs",
     "ReadPoint": "read_order",
     "Value": "graph",
     "bodies": "jaxprs",
-    "find_layers": "repeats",
+    "find_layers": "layers",
     "find_repeats": "repeats",
     "group_operators": "op_groups",
     "is_var": "jaxprs",

@@ -83,7 +83,13 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
         own = float(memory_s(device, graph.bytes_of(operator))) * operator.trips
         return copied + max(own, operator.flops * operator.trips / peak)
 
-    return find_layers(graph, find_repeats(graph).repeats, seconds)
+    return find_layers(
+        graph,
+        find_repeats(graph).repeats,
+        seconds,
+        parameters=[graph.inputs[path] for path in question.paths("parameter")],
+        batch=[graph.inputs[path] for path in question.paths("batch")],
+    )
 
 
 def handed_on(

@@ -6,7 +6,7 @@ import pytest
 
 from dtft.planner.workload import Workload, arrays_of_experts, of_loss
 from tests.support.zoo import MODELS
-from tests.support.zoo_parts import ADAM, array
+from tests.support.zoo_parts import ADAM, array, ints
 
 SMALL = {
     "moe": {"batch": 8, "time": 16, "width": 16, "layers": 2, "hidden": 32, "heads": 2},
@@ -45,6 +45,23 @@ def test_the_experts_of_equal_layers_are_one_dim_of_two_arrays() -> None:
 @pytest.mark.parametrize("name", ["gpt", "llama", "rnn", "vit", "lora"])
 def test_models_without_experts_have_none(name: str) -> None:
     assert not found(asked(name))
+
+
+def test_square_weights_between_residual_sums_are_no_experts() -> None:
+    params = {"embed": array(32, 8), "w": array(4, 8, 8)}
+    batch = {"tokens": ints(16, 6)}
+
+    def loss(params, batch):
+        x = params["embed"][batch["tokens"]]
+        for w in params["w"]:  # both dims of w are the width of x
+            x = x + jnp.tanh(x @ w)
+        x, _ = jax.lax.scan(
+            lambda x, w: (x + jnp.tanh(x @ (w * 0.5)), None), x, params["w"]
+        )
+        alike = jnp.einsum("lij,lkj->lik", params["w"], params["w"])
+        return jnp.mean(x) + jnp.mean(jnp.square(alike))
+
+    assert not found(of_loss(loss, ADAM, params, batch))
 
 
 def test_an_ensemble_is_divided_by_member() -> None:

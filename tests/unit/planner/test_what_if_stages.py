@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -65,6 +66,22 @@ def test_stages_share_scanned_layers_too(stages: int) -> None:
     busy = terms["compute"] + terms["launch"]
     assert (stages - 1) / 4 * busy < terms["bubble"] < stages / 2 * busy
     assert _sent(plan) == 2 * 4
+
+
+def test_stages_have_their_own_layers_of_weights_that_are_scaled() -> None:
+    sizes = {"batch": 16, "time": 8, "width": 16, "layers": 4, "heads": 2}
+    model = MODELS["gpt_scan"](**sizes, vocabulary=64)
+
+    def loss(params, batch):
+        layers = jax.tree.map(lambda w: w * 0.5, params["layers"])
+        return model.loss({**params, "layers": layers}, batch)
+
+    whole, scaled = (
+        staged(of_loss(one, model.optimizer, model.params, model.batch)).plan
+        for one in (model.loss, loss)
+    )
+    assert scaled.memory["parameters"] == whole.memory["parameters"]
+    assert _sent(scaled) == _sent(whole)
 
 
 def test_chunks_wait_less_and_send_more(question: Workload) -> None:

@@ -1,0 +1,347 @@
+"""Finds the layers of a step that a pipeline divides.
+
+A pipeline divides the layers of a program; embedding and head stay at its ends. The
+layers are the loop over them (a scan that slices weights), or the run of equal blocks
+with the most operations. Weights are parameters, and what is computed from parameters
+alone: casts, scaled or stacked parameters. A backward pass slices those that the
+forward pass computed, which are no arguments.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Literal
+
+from dtft.planner.ir.graph import CountedLoop, Graph, Operator
+from dtft.planner.ir.op_groups import region
+from dtft.planner.ir.repeats import Repeat
+
+Part = Literal["first", "layers", "last"]
+PARTS: tuple[Part, ...] = ("first", "layers", "last")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStack:
+    """The layers of a step, and the parts before and after the layers.
+
+    Part `first` lies before the layers of the forward pass, and after the layers of the
+    backward pass. Part `last` lies between the layers of the forward pass and the
+    layers of the backward pass.
+    """
+
+    count: int
+    """The number of layers."""
+    shares: Mapping[Part, float]
+    """Each part's share of the time of the forward and backward pass."""
+    boundary: tuple[int, ...]
+    """Numbers of the values that one layer passes to the next layer."""
+    readers: Mapping[int, frozenset[Part]]
+    """Map from the number of a parameter's value to the parts whose forward pass reads
+    the parameter, or weights computed from it. For a parameter that only the backward
+    pass reads, the parts are those of the backward pass. Parameters that neither pass
+    reads are left out."""
+    parts: Mapping[int, Part]
+    """Map from the number of each operator of the forward and backward pass to its
+    part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _LayerRun:
+    """A run of equal layers, one after another, or a loop over layers.
+
+    Its operators have the numbers from `start` to below `stop`.
+    """
+
+    count: int
+    start: int
+    stop: int
+    flops: float
+    period: int = 0
+    """The number of operators of one layer; 0 for a loop."""
+    loop: CountedLoop | None = None
+
+
+def find_layers(
+    graph: Graph,
+    repeats: tuple[Repeat, ...],
+    seconds: Callable[[int], float],
+    *,
+    parameters: Iterable[int],
+    batch: Iterable[int],
+) -> LayerStack | None:
+    """Finds the layers of a step; None if forward or backward pass has no layers.
+
+    Args:
+        graph: the step, with its backward pass.
+        repeats: its equal blocks (`find_repeats`).
+        seconds: seconds of all executions of an operator together, by its number.
+        parameters: numbers of the values that are parameters.
+        batch: numbers of the values of the batch.
+    """
+    parameters, batch = frozenset(parameters), frozenset(batch)
+    weights = _reached(graph, parameters) - _reached(graph, batch)
+    examples = {dim for index in batch for dim in graph.values[index].dims}
+    runs = [*_loops(graph, weights, examples), *_repeats(graph, repeats)]
+    best: dict[str, _LayerRun] = {}
+    for run in runs:
+        where = _region(graph, run)
+        if where not in best or run.flops > best[where].flops:
+            best[where] = run
+    if not {"forward", "backward"} <= best.keys():
+        return None
+    forward, backward = best["forward"], best["backward"]
+    parts = dict(_parts(graph, forward, backward))
+    parts |= _parts_of_weights(graph, parts, weights)
+    parts |= dict.fromkeys(_of_gradients(graph, parts, backward, examples), "layers")
+    totals = dict.fromkeys(PARTS, 0.0)
+    for number, part in parts.items():
+        totals[part] += seconds(number)
+    every = sum(totals.values())
+    return LayerStack(
+        count=forward.count,
+        shares={part: total / every for part, total in totals.items()},
+        boundary=_boundary(graph, forward),
+        readers=_readers(graph, parts, weights, parameters),
+        parts=parts,
+    )
+
+
+def _reached(graph: Graph, start: Iterable[int]) -> set[int]:
+    """Returns the numbers of the values that are computed from some of the values."""
+    after: dict[int, list[int]] = defaultdict(list)
+    for operator in graph.operators:
+        for index in operator.inputs:
+            after[index] += operator.outputs
+    for loop in graph.loops:
+        for one, other in (*loop.sliced, *loop.stacked):
+            after[one].append(other)
+        for before, into, out, last in loop.carried:
+            after[before] += (into, last)
+            after[out] += (into, last)
+    found, waiting = set[int](), list(start)
+    while waiting:
+        index = waiting.pop()
+        if index not in found:
+            found.add(index)
+            waiting += after.get(index, ())
+    return found
+
+
+def _loops(
+    graph: Graph, weights: AbstractSet[int], examples: AbstractSet[int]
+) -> Iterator[_LayerRun]:
+    """Yields the loops that may be loops over layers.
+
+    These are outermost loops with two or more iterations that slice weights. Loops over
+    a dim of the batch, such as time, are no loops over layers.
+
+    Args:
+        graph: the step.
+        weights: numbers of the values that are weights.
+        examples: the dims of the batch.
+    """
+    for number, loop in enumerate(graph.loops):
+        start, stop = loop.operators
+        if start == stop or graph.operators[start].within[0] != number:
+            continue
+        sliced = (outer for outer, _ in loop.sliced if outer in weights)
+        along = {graph.values[outer].dims[0] for outer in sliced}
+        if loop.length > 1 and along and along.isdisjoint(examples):
+            flops = _flops(graph, start, stop)
+            yield _LayerRun(
+                count=loop.length, start=start, stop=stop, flops=flops, loop=loop
+            )
+
+
+def _repeats(graph: Graph, repeats: tuple[Repeat, ...]) -> Iterator[_LayerRun]:
+    for one in repeats:
+        if not graph.operators[one.start].within:
+            start, stop = one.start, one.start + one.period * one.count
+            flops = _flops(graph, start, stop)
+            yield _LayerRun(
+                count=one.count, start=start, stop=stop, flops=flops, period=one.period
+            )
+
+
+def _flops(graph: Graph, start: int, stop: int) -> float:
+    return sum(op.flops * op.trips for op in graph.operators[start:stop])
+
+
+def _region(graph: Graph, run: _LayerRun) -> str:
+    """Returns the part of the step (forward, backward or update) that a run is in.
+
+    If it is in several, the part with most of the run's floating-point operations.
+    """
+    found: dict[str, float] = {}
+    for operator in graph.operators[run.start : run.stop]:
+        where = region(operator)
+        found[where] = found.get(where, 0.0) + operator.flops * operator.trips
+    return max(found, key=lambda where: found[where])
+
+
+def _parts(
+    graph: Graph, forward: _LayerRun, backward: _LayerRun
+) -> Iterator[tuple[int, Part]]:
+    """Yields the number and the part of each operator of the forward and backward pass.
+
+    The parts are `first`, `layers` and `last` (`LayerStack`). `forward` and `backward`
+    are the layers of both passes.
+    """
+    for number, operator in enumerate(graph.operators):
+        if region(operator) == "update":
+            continue
+        inside = forward.start <= number < forward.stop
+        if inside or backward.start <= number < backward.stop:
+            yield number, "layers"
+        elif forward.stop <= number < backward.start:
+            yield number, "last"
+        else:
+            yield number, "first"
+
+
+def _boundary(graph: Graph, run: _LayerRun) -> tuple[int, ...]:
+    """Returns the numbers of the values that cross from one layer to the next.
+
+    For a loop, these are the carried values that its body computes, after the loop. For
+    other layers, these are the values at the cut that the fewest bytes cross.
+    """
+    if run.loop is not None:
+        return tuple(after for _, into, out, after in run.loop.carried if out != into)
+    cuts = (run.start + run.period + offset for offset in range(run.period))
+    ways = [_crossing(graph, cut, run.period) for cut in cuts]
+    return min(ways, key=lambda values: sum(graph.values[v].num_bytes for v in values))
+
+
+def _crossing(graph: Graph, cut: int, period: int) -> tuple[int, ...]:
+    before = graph.operators[cut - period : cut]
+    after = graph.operators[cut : cut + period]
+    made = dict.fromkeys(value for op in before for value in op.outputs)
+    read = {value for op in after for value in op.inputs}
+    return tuple(value for value in made if value in read)
+
+
+def _forward_readers(graph: Graph) -> dict[int, list[int]]:
+    """Maps each value to the numbers of the forward operators that read the value.
+
+    An operator in a loop that reads a slice of a value reads the value.
+    """
+    outer = {inside: outside for loop in graph.loops for outside, inside in loop.sliced}
+    found: dict[int, list[int]] = defaultdict(list)
+    for number, operator in enumerate(graph.operators):
+        if region(operator) == "forward":
+            for index in operator.inputs:
+                found[_outermost(outer, index)].append(number)
+    return found
+
+
+def _outermost(outer: Mapping[int, int], index: int) -> int:
+    while index in outer:
+        index = outer[index]
+    return index
+
+
+def _parts_of_weights(
+    graph: Graph, parts: Mapping[int, Part], weights: AbstractSet[int]
+) -> dict[int, Part]:
+    """Finds the parts of the operators that compute weights, such as casts.
+
+    Such an operator is in the part that reads its results, wherever the program has the
+    operator. It is left out if several parts read its results.
+
+    Args:
+        graph: the step.
+        parts: the part of each operator by its place in the program.
+        weights: numbers of the values that are weights.
+    """
+    readers = _forward_readers(graph)
+    found: dict[int, Part] = {}
+    for number in reversed(range(len(graph.operators))):
+        operator = graph.operators[number]
+        if operator.within or not _computes_weights(operator, weights):
+            continue
+        read: set[Part] = {
+            found.get(reader, parts[reader])
+            for index in operator.outputs
+            for reader in readers.get(index, ())
+        }
+        if len(read) == 1:
+            found[number] = read.pop()
+    return found
+
+
+def _computes_weights(operator: Operator, weights: AbstractSet[int]) -> bool:
+    """Whether an operator of the forward pass computes weights and nothing else."""
+    is_forward = region(operator) == "forward"
+    return is_forward and all(index in weights for index in operator.outputs)
+
+
+def _of_gradients(
+    graph: Graph,
+    parts: Mapping[int, Part],
+    backward: _LayerRun,
+    examples: AbstractSet[int],
+) -> Iterator[int]:
+    """Yields the operators after the layers that read only gradients of their weights.
+
+    These are casts and sums that the program has after the layers of the backward pass.
+
+    Args:
+        graph: the step.
+        parts: the part of each operator of the forward and backward pass.
+        backward: the layers of the backward pass.
+        examples: the dims of the batch, which gradients of weights do not have.
+    """
+    outer = {
+        inside: outside for loop in graph.loops for inside, outside in loop.stacked
+    }
+    outer |= {out: after for loop in graph.loops for _, _, out, after in loop.carried}
+    known: set[int] = set()
+    for number, operator in enumerate(graph.operators):
+        if number < backward.start or number not in parts:
+            continue
+        after = number >= backward.stop
+        if after and not (operator.inputs and known.issuperset(operator.inputs)):
+            continue
+        if after:
+            yield number
+        known |= {
+            made
+            for index in operator.outputs
+            for made in (index, _outermost(outer, index))
+            if examples.isdisjoint(graph.values[made].dims)
+        }
+
+
+def _readers(
+    graph: Graph,
+    parts: Mapping[int, Part],
+    weights: AbstractSet[int],
+    parameters: AbstractSet[int],
+) -> dict[int, frozenset[Part]]:
+    """Finds the parts that read each parameter (`LayerStack.readers`).
+
+    An operator that computes weights passes its parameters on to those that read its
+    results.
+    """
+    outer = {inside: outside for loop in graph.loops for outside, inside in loop.sliced}
+    source = {index: frozenset((index,)) for index in parameters}
+    found: dict[str, dict[int, set[Part]]] = {
+        "forward": defaultdict(set), "backward": defaultdict(set)
+    }  # fmt: skip
+    for number, operator in enumerate(graph.operators):
+        if number not in parts:
+            continue
+        inputs = (_outermost(outer, index) for index in operator.inputs)
+        read = {one for index in inputs for one in source.get(index, ())}
+        if not _computes_weights(operator, weights):
+            for index in read:
+                found[region(operator)][index].add(parts[number])
+            continue
+        # A number, such as a sum of squares in the loss, is no parameter to keep.
+        wide = (index for index in operator.outputs if graph.values[index].size > 1)
+        source |= dict.fromkeys(wide, frozenset(read))
+    return {
+        index: frozenset(where)
+        for index, where in (found["backward"] | found["forward"]).items()
+    }
