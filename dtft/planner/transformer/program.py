@@ -110,12 +110,15 @@ register_kernel(
 # Context parallelism: each device needs the keys and values of all positions.
 for _heads in ("dtft_exchange", "dtft_exchange_back"):
     register_kernel(_heads, _no_operations, dims="btkh->btkh", whole="t")
-# Tokens are sorted by expert on their own device, sent to the devices of the experts
-# (Q and P are places before and after), sorted by expert there; and brought back.
-register_kernel("dtft_permute", _no_operations, dims="btd->beqd")
-register_kernel("dtft_sort", _no_operations, dims="beqd->ebpd")
-register_kernel("dtft_combine", _no_operations, dims="ebpd,btn->btd")
-register_kernel("dtft_unpermute", _no_operations, dims="ebpd->btd")
+# Tokens are sorted by expert on their own device, sent to the devices of the experts,
+# sorted by expert there; and brought back. A device has the places of its own
+# positions, so places are divided like positions (T). Before they are sent, tokens have
+# a further dim of size 1: so their dims differ from those after, and the axis `expert`
+# divides them by example.
+register_kernel("dtft_permute", _no_operations, dims="btd->betqd")
+register_kernel("dtft_sort", _no_operations, dims="betqd->ebtd")
+register_kernel("dtft_combine", _no_operations, dims="ebtd,btn->btd")
+register_kernel("dtft_unpermute", _no_operations, dims="ebtd->btd")
 
 
 def _differentiable(forward: Function, backward: Function) -> Function:
@@ -287,10 +290,10 @@ def _experts(shape: Shape) -> tuple[Function, Function]:
     def given(x_BTD: jax.Array) -> jax.Array:
         batch, _, hidden = x_BTD.shape
         item = functools.partial(jax.ShapeDtypeStruct, dtype=x_BTD.dtype)
-        here = item((batch, shape.experts, places, hidden))
+        here = item((batch, shape.experts, places, 1, hidden))
         there = item((shape.experts, batch, places, hidden))
-        x_BEQD = jax.ffi.ffi_call("dtft_permute", here)(x_BTD)
-        return jax.ffi.ffi_call("dtft_sort", there)(x_BEQD)
+        sent = jax.ffi.ffi_call("dtft_permute", here)(x_BTD)
+        return jax.ffi.ffi_call("dtft_sort", there)(sent)
 
     def taken(name: str, y_EBPD: jax.Array, *rest: jax.Array) -> jax.Array:
         _, batch, _, hidden = y_EBPD.shape
