@@ -20,7 +20,15 @@ from dtft.planner.cost.compute import (
     memory_s,
 )
 from dtft.planner.cost.mesh_topology import group_of
-from dtft.planner.ir import CHEAP, MMA_SYNC, PRODUCTS, Graph
+from dtft.planner.ir import (
+    CHEAP,
+    MMA_SYNC,
+    PRODUCTS,
+    Graph,
+    has_ragged_matmul,
+    num_groups,
+    operands_by_group,
+)
 from dtft.planner.spmd import (
     MICRO,
     Bundle,
@@ -131,9 +139,9 @@ def computing_s(
     own = sum(amount.at(sizes) for amount in (*work.reads, *work.writes))
     dtype, precision = graph.operand_dtype(operator), operator.precision
     if work.sizes:
-        rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
-        seconds = matmul_s(device, rows, columns, depth, batch, dtype, precision)
-        copied = 0.0 if on_cpu else memory_s(device, own * moved)
+        shape, by_group = _multiplied(graph, device, work, sizes)
+        seconds = matmul_s(device, *shape, dtype, precision)
+        copied = memory_s(device, by_group + (0.0 if on_cpu else own * moved))
         return seconds + copied + _copying_s(device, work, sizes)
     simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
@@ -150,6 +158,28 @@ def computing_s(
     share = 1.0 if on_cpu or operator.kind in PRODUCTS else moved
     seconds = np.maximum(simple * each, memory_s(device, own * share, cold=cold))
     return seconds + _copying_s(device, work, sizes)
+
+
+def _multiplied(
+    graph: Graph, device: DeviceType, work: OperatorWork, sizes: Sizes
+) -> tuple[tuple[Any, Any, Any, Any], Any]:
+    """Finds what XLA multiplies for a matmul: all rows by all groups if it is ragged.
+
+    Copies of the rows for each group (`ir.ragged`) are one matmul of a greater depth.
+    In the gradient of the matrices each group is a matmul of its own.
+
+    Returns:
+        Rows, columns, depth and batch of the matmul; and the bytes of the copies.
+    """
+    rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
+    copied = operands_by_group(graph, work.operator)
+    if not copied or has_ragged_matmul(device.platform):
+        return (rows, columns, depth, batch), 0.0
+    groups = num_groups(graph, work.operator)
+    num_bytes = groups * sum(work.reads[at].at(sizes) for at in copied)
+    if len(copied) == 1:
+        rows, batch = rows * groups, batch / groups
+    return (rows, columns, depth * groups, batch), num_bytes
 
 
 def _across(work: OperatorWork, sizes: Sizes) -> Any:

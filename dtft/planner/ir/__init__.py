@@ -7,7 +7,7 @@
 * `fusion`: finds the kernels of a compiled step, and the bytes that they move.
 * `repeats`: finds equal blocks. `layers`: finds the layers that a pipeline divides.
   `op_groups`: groups operators of equal cost. `remat`: wraps parts of a loss in
-  `jax.checkpoint`.
+  `jax.checkpoint`. `ragged`: what XLA makes of `jax.lax.ragged_dot`.
 """
 
 from typing import TYPE_CHECKING
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     )
     from dtft.planner.ir.layers import PARTS, LayerStack, Part, find_layers
     from dtft.planner.ir.op_groups import OpGroup, group_operators, region
+    from dtft.planner.ir.ragged import (
+        has_ragged_matmul,
+        num_groups,
+        operands_by_group,
+    )
     from dtft.planner.ir.read_order import ReadPoint, find_read_order
     from dtft.planner.ir.remat import POLICIES, rematerialized
     from dtft.planner.ir.repeats import find_repeats, same_dims
@@ -75,9 +80,12 @@ _PUBLIC = {
     "find_layers": "layers",
     "find_repeats": "repeats",
     "group_operators": "op_groups",
+    "has_ragged_matmul": "ragged",
     "is_var": "jaxprs",
     "item_bits": "graph",
     "moved_bytes": "fusion",
+    "num_groups": "ragged",
+    "operands_by_group": "ragged",
     "operators": "jaxprs",
     "find_read_order": "read_order",
     "region": "op_groups",
@@ -117,9 +125,12 @@ __all__ = [
     "find_layers",
     "find_repeats",
     "group_operators",
+    "has_ragged_matmul",
     "is_var",
     "item_bits",
     "moved_bytes",
+    "num_groups",
+    "operands_by_group",
     "operators",
     "find_read_order",
     "region",

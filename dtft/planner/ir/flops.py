@@ -296,7 +296,8 @@ def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
     """Counts the operations of a ragged matmul as those of a matmul without groups.
 
     The number of groups does not matter, because each row is multiplied by the matrix
-    of its own group only.
+    of its own group only. Where XLA multiplies it by all of them, the planner's price
+    has the other operations, too (`ir.ragged`).
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers

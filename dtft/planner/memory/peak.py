@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dtft.planner.ir import Graph, Operator, region
+from dtft.planner.ir import Graph, Operator, num_groups, operands_by_group, region
 from dtft.planner.memory.liveness import Event, Lifetimes, follow
 from dtft.planner.memory.schedule import scheduled
 from dtft.planner.spmd import (
@@ -63,6 +63,9 @@ class Timeline:
     flat_state: bool = False
     """Whether ZeRO divides flat buffers of all arrays, so that `fsdp` divides an array
     of any size (`Software.flat_state`)."""
+    has_ragged_matmul: bool = False
+    """Whether ragged matmuls have no copy of their rows for each group
+    (`ir.ragged`)."""
 
     @cached_property
     def at_level_3(self) -> "Timeline":
@@ -490,6 +493,7 @@ class PeakModel:
         self.totals: dict[_Total, int] = {}
         """Map from a total (bytes that the same axes divide) to a `matrix` column."""
         self._gathers = [list(self._gathered(one)) for one in trace.instances]
+        self._copies = [list(self._copied_rows(one)) for one in trace.instances]
         self.matrix = self._moments(self._columns(), list(self._beside()))
         """Bytes before division; float [moments, totals]."""
 
@@ -545,15 +549,35 @@ class PeakModel:
             axes = flat(self.division.spec(value))
             yield moment, [(self._total(("plain", axes, -1)), value.num_bytes)]
         before: list[tuple[int, float]] = []
-        for run in self.trace.runs if any(self._gathers) else ():
+        for run in self.trace.runs if any(self._gathers) or any(self._copies) else ():
             before = self._gathers[run.instance] + (before if run.beside else [])
-            if before:
-                yield run.moment, before
+            if before or self._copies[run.instance]:
+                yield run.moment, before + self._copies[run.instance]
 
     def _gathered(self, operator: Instance) -> Iterator[tuple[int, float]]:
         for sent in operator.pattern.work(operator.key(self.division)).sent:
             if sent.kind in ("all_gather", "all_to_all"):
                 yield self._total(("plain", sent.amount.axes, -1)), sent.amount.total
+
+    def _copied_rows(self, operator: Instance) -> Iterator[tuple[int, float]]:
+        """Yields the copies that a ragged matmul makes of its rows for each group.
+
+        Each copy has a column of `matrix`, and bytes. Axes that divide the rows do not
+        divide the copies, because the rows are gathered.
+        """
+        op, graph = operator.operator, self._graph
+        if self.trace.timeline.has_ragged_matmul:
+            return
+        for place in operands_by_group(graph, op):
+            value = graph.values[op.inputs[place]]
+            axes = tuple(
+                axis
+                for dim, part in zip(value.dims, self.division.spec(value), strict=True)
+                for axis in part
+                if dim not in op.whole or axis == MICRO
+            )
+            copied = num_groups(graph, op) * value.num_bytes
+            yield self._total(("plain", axes, -1)), copied
 
     def _moments(self, columns: Sequence[int], beside: Sequence[_Beside]) -> np.ndarray:
         """Computes `matrix`, the bytes of each total at each moment.

@@ -14,7 +14,16 @@ from typing import Any, Literal
 from dtft.planner import wording
 from dtft.planner.cluster import Cluster, ProductRate
 from dtft.planner.cost import matmul_s, runs, shape_factor
-from dtft.planner.ir import CHEAP, PRODUCTS, Dim, Graph, OpGroup, item_bits
+from dtft.planner.ir import (
+    CHEAP,
+    PRODUCTS,
+    Dim,
+    Graph,
+    OpGroup,
+    has_ragged_matmul,
+    item_bits,
+    num_groups,
+)
 from dtft.planner.plan import Plan
 from dtft.planner.report.text import little
 from dtft.planner.search import Decision, arrays_of, attention_scores, best_of, group_s
@@ -222,6 +231,7 @@ class Lint:
         "batch",
         "repeated",
         "attention",
+        "ragged",
         "precision",
         "unpriced",
     ]
@@ -238,14 +248,15 @@ class Lint:
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
     """Lists all findings without duplicates, the most serious kind first.
 
-    The order is: repeated work, batches, attention scores in memory, dtypes without a
-    known peak, matmul sizes, indivisible dims, replicated arrays, and operators without
-    a cost rule.
+    The order is: repeated work, batches, attention scores in memory, ragged matmuls
+    that XLA multiplies out, dtypes without a known peak, matmul sizes, indivisible
+    dims, replicated arrays, and operators without a cost rule.
     """
     found = (
         *repeated(decision.plan),
         *batch(decision),
         *attention(decision),
+        *ragged(decision),
         *precision(decision),
         *products(decision),
         *indivisible(decision),
@@ -387,6 +398,38 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
         for shape, each_s in sorted(cost_s.items(), key=lambda item: -item[1])
         if each_s >= LEAST * step_s
     )
+
+
+# ----------------------------------------------------------------- ragged matmuls
+
+
+def ragged(decision: Decision) -> tuple[Lint, ...]:
+    """Finds ragged matmuls that XLA multiplies out for each group (`ir.ragged`).
+
+    Returns () if there are none, and for platforms for which XLA has ragged matmuls.
+    """
+    graph, device = decision.question.graph, decision.cluster.uniform.device
+    groups, step_s, cost_s = 1, decision.plan.prediction.step_s, 0.0
+    if has_ragged_matmul(device.platform):
+        return ()
+    for group, done, sizes in _works(decision):
+        number = num_groups(graph, group.operator)
+        groups = max(groups, number)
+        all_s = group_s(graph, device, group, done, sizes)
+        cost_s += all_s * (1 - 1 / number)
+    if groups == 1:
+        return ()
+    error = decision.plan.prediction.relative_error
+    text = (
+        f"for ragged_dot, XLA multiplies all rows by the matrices of all {groups} "
+        f"groups and keeps those of each row's own: {seconds(cost_s, error)} of a step "
+        f"({share(cost_s, step_s, error)}). No axis of the plan divides its rows or "
+        "its groups. Give each expert a fixed number of rows, in an array with a dim "
+        "of experts (jnp.einsum): axis expert divides these. Or divide the rows by "
+        "yourself, in a jax.shard_map that exchanges them: each device multiplies "
+        "those of its own experts"
+    )
+    return (Lint(kind="ragged", text=text, cost_s=cost_s),)
 
 
 # ----------------------------------------------------------------- precision

@@ -19,7 +19,7 @@ import numpy as np
 
 from dtft.planner.cluster import Pool
 from dtft.planner.cost import added_s, launch_s
-from dtft.planner.ir import PRODUCTS, OpGroup
+from dtft.planner.ir import PRODUCTS, OpGroup, has_ragged_matmul
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.search import price_table
 from dtft.planner.search.memory_table import Peaks, Resting, offloaded
@@ -143,6 +143,7 @@ class PlanSearch:
             gathers=question.entry == "loss",
             alias=question.alias,
             flat_state=question.software.flat_state,
+            has_ragged_matmul=has_ragged_matmul(pool.device.platform),
         )
         self._peaks = Peaks(timeline)
 
