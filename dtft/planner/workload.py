@@ -327,9 +327,14 @@ class Workload:
 
     @cached_property
     def read_order(self) -> tuple[ReadPoint, ...]:
-        """How early in the forward pass parameters are first read (`ir.read_order`)."""
-        numbers = [self.graph.inputs[path] for path in self.paths("parameter")]
-        return find_read_order(self.graph, numbers)
+        """How early in the forward pass parameters are first read (`ir.read_order`).
+
+        Counts parameters with a gradient, or all if none is found.
+        """
+        trained = set(gradients(self).values())
+        inputs = {path: self.graph.inputs[path] for path in self.paths("parameter")}
+        frozen = [at for path, at in inputs.items() if trained and path not in trained]
+        return find_read_order(self.graph, tuple(inputs.values()), frozen)
 
     @cached_property
     def batch_dims(self) -> tuple[int, ...]:

@@ -4,12 +4,20 @@ An all-gather of a parameter must end before the parameter is first read. The re
 of its gradient can start only when the backward pass, which goes through the layers in
 the opposite order, is back at this place. So both can run beside the computation
 between the start of the forward pass and the first read, and beside no other.
+
+Operators that compute from parameters alone do not read them: casts, scales, merged
+adapters, penalties on weights. They can run as late as their results are needed. The
+first read is the first operator that brings a parameter, or a result of such
+operators, together with activations.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from dtft.planner.ir.fusion import PRODUCTS
-from dtft.planner.ir.graph import Graph
+from dtft.planner.ir.graph import Graph, Operator
 from dtft.planner.ir.op_groups import region
 
 ReadPoint = tuple[float, float]
@@ -17,7 +25,9 @@ ReadPoint = tuple[float, float]
 are first read no later; 0 to 1."""
 
 
-def find_read_order(graph: Graph, parameters: Iterable[int]) -> tuple[ReadPoint, ...]:
+def find_read_order(
+    graph: Graph, parameters: Collection[int], frozen: Container[int] = ()
+) -> tuple[ReadPoint, ...]:
     """Finds the shares of parameters that are read early in the forward pass.
 
     If collectives of all parameters take S seconds and computation takes K seconds,
@@ -26,6 +36,7 @@ def find_read_order(graph: Graph, parameters: Iterable[int]) -> tuple[ReadPoint,
     Args:
         graph: a training step.
         parameters: indices of the parameters in `graph.values`.
+        frozen: the parameters that get no gradient; their bytes do not count.
 
     Returns:
         The points at which the maximum may be reached, in the order of t. The forward
@@ -45,7 +56,9 @@ def find_read_order(graph: Graph, parameters: Iterable[int]) -> tuple[ReadPoint,
     """
     sizes = {index: graph.values[index].num_bytes for index in parameters}
     reads = sorted(
-        (at, share * sizes[index]) for index, at, share in _first_reads(graph, sizes)
+        (at, share * sizes[index])
+        for index, at, share in _first_reads(graph, parameters)
+        if index not in frozen
     )
     total = sum(num_bytes for _, num_bytes in reads)
     if not total:
@@ -58,39 +71,24 @@ def find_read_order(graph: Graph, parameters: Iterable[int]) -> tuple[ReadPoint,
 
 
 def _first_reads(
-    graph: Graph, parameters: Iterable[int]
+    graph: Graph, parameters: Collection[int]
 ) -> Iterator[tuple[int, float, float]]:
     """Yields (parameter, t, share): the share of the parameter first read at time t.
 
     Times are shares of the forward pass. A parameter that a loop slices has two
     entries: its first slice, and all other slices at the time of the last one.
-    Operators that only cast or move a parameter do not read it.
     """
-    inner = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
-    source: dict[int, tuple[int, int | None]] = {
-        index: (index, None) for index in parameters
-    }
     first: dict[int, tuple[float, int | None]] = {}
     starts, ends, done = dict[int, float](), dict[int, float](), 0.0
-    for operator in graph.operators:
-        if region(operator) != "forward":
-            continue
+    made = set[int]()
+    for number, operator, weights in _readers(graph, parameters):
         loop = operator.within[0] if operator.within else None
         begin = done if loop is None else starts.setdefault(loop, done)
-        for index in operator.inputs:
-            outer = index
-            while outer in inner:
-                outer = inner[outer]
-            if outer not in source:
-                continue
-            parameter, sliced = source[outer]
-            sliced = loop if outer != index else sliced
-            if operator.kind == "layout":
-                source |= dict.fromkeys(operator.outputs, (parameter, sliced))
-            else:
-                first.setdefault(parameter, (begin, sliced))
-        if operator.kind in PRODUCTS:
-            done += operator.flops * operator.trips
+        for parameter, sliced in weights.parameters.items():
+            first.setdefault(parameter, (begin, sliced))
+        products = {*weights.products, number} - made
+        made |= products
+        done += sum(_product_flops(graph.operators[at]) for at in products)
         if loop is not None:
             ends[loop] = done
     if not done:
@@ -102,6 +100,113 @@ def _first_reads(
         one = 1 / graph.loops[loop].length
         yield parameter, begin / done, one
         yield parameter, (begin + (ends[loop] - begin) * (1 - one)) / done, 1 - one
+
+
+def _product_flops(operator: Operator) -> float:
+    return operator.flops * operator.trips if operator.kind in PRODUCTS else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weights:
+    """What a value that does not depend on the batch is computed from."""
+
+    parameters: Mapping[int, int | None]
+    """Map from a parameter to the outermost loop that reads it slice by slice; None if
+    it is read whole."""
+    products: frozenset[int] = frozenset()
+    """Numbers of the matmuls and other products among the operators that compute it."""
+
+    def __or__(self, other: Self) -> "_Weights":
+        return _Weights(
+            parameters={**self.parameters, **other.parameters},
+            products=self.products | other.products,
+        )
+
+
+_NOTHING = _Weights(parameters={})
+
+
+def _readers(
+    graph: Graph, parameters: Collection[int]
+) -> Iterator[tuple[int, Operator, _Weights]]:
+    """Yields the operators of the forward pass that depend on the batch.
+
+    Each is yielded with its number and with the parameters that it reads, directly or
+    through operators that do not depend on the batch.
+    """
+    moved = {inside: outer for loop in graph.loops for outer, inside in loop.sliced}
+    origin = {**moved, **_loop_origins(graph)}
+    data = _batch_dependent(graph, parameters)
+    known = {index: _Weights(parameters={index: None}) for index in parameters}
+
+    def weights_of(index: int, loop: int | None) -> _Weights:
+        sliced = False
+        while index not in known and index in origin:
+            sliced |= index in moved
+            index = origin[index]
+        found = known.get(index, _NOTHING)
+        marks = found.parameters.items()
+        # Outside of the loop that slices a parameter, its slices are one whole.
+        return _Weights(
+            parameters={p: loop if sliced or by == loop else None for p, by in marks},
+            products=found.products,
+        )
+
+    for number, operator in enumerate(graph.operators):
+        if operator.unread:
+            continue
+        loop = operator.within[0] if operator.within else None
+        weights = _NOTHING
+        for index in set(operator.inputs) - data:
+            weights |= weights_of(index, loop)
+        if data.isdisjoint(operator.inputs):
+            if operator.kind in PRODUCTS:
+                weights |= _Weights(parameters={}, products=frozenset((number,)))
+            known |= dict.fromkeys(operator.outputs, weights)
+        elif region(operator) == "forward":
+            yield number, operator, weights
+
+
+def _loop_origins(graph: Graph) -> dict[int, int]:
+    """Maps the carried and stacked values of loops to the values that they come from.
+
+    Carried values in the body come from before the loop, and values after the loop from
+    the body.
+    """
+    found = {outer: inside for loop in graph.loops for inside, outer in loop.stacked}
+    for loop in graph.loops:
+        for before, into, out, after in loop.carried:
+            found |= {into: before, after: out}
+    return found
+
+
+def _batch_dependent(graph: Graph, parameters: Collection[int]) -> set[int]:
+    """Finds the values that depend on more than parameters and constants.
+
+    These are all values that are computed from arguments other than parameters, or from
+    arrays that no operator makes (arrays of a `shard_map`).
+    """
+    users: dict[int, list[int]] = defaultdict(list)
+    for operator in graph.operators:
+        for index in operator.inputs:
+            users[index] += operator.outputs
+    for loop in graph.loops:
+        for one, other in (*loop.sliced, *loop.stacked):
+            users[one].append(other)
+        for before, into, out, after in loop.carried:
+            users[before].append(into)
+            users[out] += (into, after)
+    made = {index for outputs in users.values() for index in outputs}
+    made.update(index for operator in graph.operators for index in operator.outputs)
+    alone = {n for n, value in enumerate(graph.values) if value.size > 1} - made
+    waiting = list((alone | set(graph.inputs.values())) - set(parameters))
+    found: set[int] = set()
+    while waiting:
+        index = waiting.pop()
+        if index not in found:
+            found.add(index)
+            waiting += users[index]
+    return found
 
 
 def _upper_hull(points: Sequence[ReadPoint]) -> tuple[ReadPoint, ...]:

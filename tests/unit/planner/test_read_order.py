@@ -61,6 +61,130 @@ def test_a_cast_of_all_parameters_reads_none_of_them() -> None:
     assert points(loss, dict.fromkeys("ab", matrix())) == ((0.0, 0.5), (0.5, 1.0))
 
 
+LAYERS = dict.fromkeys("abcd", matrix())
+IN_TURN = ((0.0, 0.25), (0.75, 1.0))
+
+
+def chain(p: Any, x: jax.Array) -> jax.Array:
+    for name in "abcd":
+        x = jnp.tanh(x @ p[name])
+    return (x * x).sum()
+
+
+def squares(p: Any) -> Any:
+    return sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(p))
+
+
+def scan_of_squares(p: Any) -> Any:
+    stack = jnp.stack(list(p.values()))
+    add = lambda total, w: (total + (w * w).sum(), w.sum())  # noqa: E731
+    return jax.lax.scan(add, 0.0, stack)[0]
+
+
+def normalised(p: Any) -> Any:
+    return jax.tree.map(lambda w: w * jax.lax.rsqrt(jnp.sum(w * w) + 1e-6), p)
+
+
+def cast_by_scan(p: Any) -> Any:
+    stack = jnp.stack([p[name] for name in "abcd"])
+    cast = jax.lax.scan(lambda _, w: (None, jnp.tanh(w)), None, stack)[1]
+    return dict(zip("abcd", cast, strict=True))
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        lambda p: jax.tree.map(lambda w: w * 0.5, p),
+        lambda p: jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(w.dtype), p),
+        lambda p: jax.tree.map(lambda w: w.T.reshape(-1).reshape(w.shape), p),
+        lambda p: jax.tree.map(lambda w: w + jnp.eye(SIDE), p),
+        normalised,
+        lambda p: {name: (w + p["a"]) @ w for name, w in p.items()},
+    ],
+    ids=["scaled", "cast", "transposed", "with iota", "normalised", "multiplied"],
+)
+def test_what_is_computed_from_parameters_alone_waits_for_its_reader(
+    prepare: Callable[[Any], Any],
+) -> None:
+    found = points(lambda p, x: chain(prepare(p), x), LAYERS)
+    assert np.allclose(found, IN_TURN)
+
+
+@pytest.mark.parametrize("penalty", [squares, scan_of_squares])
+def test_a_penalty_on_all_parameters_reads_none_of_them_early(penalty: Any) -> None:
+    assert points(lambda p, x: penalty(p) + chain(p, x), LAYERS) == IN_TURN
+    assert points(lambda p, x: chain(p, x) + penalty(p), LAYERS) == IN_TURN
+
+
+def test_a_term_with_activations_reads_its_parameters() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return (x * p["d"]).sum() + chain(p, x)
+
+    assert points(loss, LAYERS) == ((0.0, 0.5), (0.5, 1.0))
+
+
+def test_a_scan_that_computes_from_parameters_alone_reads_none_of_them() -> None:
+    found = points(lambda p, x: chain(cast_by_scan(p), x), LAYERS)
+    assert found == ((0.0, 1.0),)  # a stack is one array: whole where it is first read
+
+
+def test_a_recurrence_from_zeros_reads_its_weights() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def cell(h: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(row @ p["a"] + h @ p["b"]), None
+
+        last, _ = jax.lax.scan(cell, jnp.zeros((SIDE, SIDE)), jnp.stack([x] * 5))
+        return (last @ p["c"]).sum()
+
+    found = points(loss, dict.fromkeys("abc", matrix()))
+    assert np.allclose(found, ((0.0, 2 / 3), (10 / 11, 1.0)))
+
+
+def ordered(loss: Loss, optimizer: optax.GradientTransformation) -> Any:
+    return of_loss(loss, optimizer, LAYERS, matrix()).read_order
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(0.1),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+        optax.adafactor(0.1),
+    ],
+    ids=["sgd", "clipped", "adafactor"],
+)
+def test_frozen_parameters_do_not_count(optimizer: Any) -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return chain(p | {"a": jax.lax.stop_gradient(p["a"])}, x)
+
+    assert np.allclose(ordered(loss, optimizer), ((0.25, 1 / 3), (0.75, 1.0)))
+
+
+def test_parameters_that_the_optimizer_freezes_do_not_count() -> None:
+    labels = {"a": "frozen", "b": "trained", "c": "trained", "d": "trained"}
+    ways: dict[Any, Any] = {"frozen": optax.set_to_zero(), "trained": optax.adam(0.1)}
+    found = ordered(chain, optax.multi_transform(ways, labels))
+    assert np.allclose(found, ((0.25, 1 / 3), (0.75, 1.0)))
+
+
+def test_adapters_of_frozen_matrices_are_read_with_them() -> None:
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        def merge(base: Any, adapter: Any) -> Any:
+            return jax.lax.stop_gradient(base) + adapter["up"] @ adapter["down"]
+
+        return chain({k: merge(w, p["adapters"][k]) for k, w in p["base"].items()}, x)
+
+    shapes = {"up": (SIDE, 2), "down": (2, SIDE)}
+    adapter = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    params = {"base": LAYERS, "adapters": dict.fromkeys("abcd", adapter)}
+    found = of_loss(loss, optax.sgd(0.1), params, matrix()).read_order
+    assert np.allclose(found, IN_TURN)
+
+
+def test_gradients_that_an_optimizer_flattens_all_count() -> None:
+    assert ordered(chain, optax.flatten(optax.adam(0.1))) == IN_TURN
+
+
 def test_a_shared_parameter_counts_where_it_is_read_first() -> None:
     def loss(p: Any, x: jax.Array) -> jax.Array:
         return (x @ p["a"] @ p["b"] @ p["a"].T).sum()
