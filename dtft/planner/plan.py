@@ -69,7 +69,7 @@ class ComputeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisUse:
-    """Fabric levels over which a mesh axis communicates, and its share of the work."""
+    """Fabric levels of a mesh axis, and the share of the work that the axis divides."""
 
     levels: tuple[tuple[float, str], ...]
     """For each fabric level of the axis, innermost first: the number of devices (or
@@ -204,7 +204,7 @@ class Plan:
     def memory_bytes(self) -> int:
         """Bytes that the plan needs on the fullest device: the sum of `memory`.
 
-        They include a reserve that is kept free.
+        The sum includes a reserve that is kept free.
         """
         return sum(self.memory.values())
 
@@ -219,16 +219,16 @@ class Plan:
 
     @property
     def roofline_s(self) -> float:
-        """Lower bound in seconds of the step time of this plan, with communication.
+        """Lower bound in seconds of this plan's step time, communication included.
 
-        These are the seconds of the busiest resource of `roofline`: as if every
-        resource worked at its peak, all at once. 0 if unknown.
+        This is the largest entry of `roofline`: the seconds that the busiest resource
+        needs at its peak. 0 if `roofline` is empty.
         """
         return max(self.roofline.values(), default=0.0)
 
     @property
     def bound_by(self) -> str:
-        """The resource that is busy for `roofline_s`; '' if unknown."""
+        """The busiest resource of `roofline`; '' if `roofline` is empty."""
         return max(self.roofline, key=lambda name: self.roofline[name], default="")
 
     @property

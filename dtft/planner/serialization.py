@@ -1,7 +1,7 @@
 """Versioned JSON of dataclasses: writes text, and reads text with typed fields.
 
 Reading checks each field by its type. An error names the field by its path, such as
-`knobs.zero`; for a duplicate key, the key and its object's keys.
+`knobs.zero`. The error of a duplicate key names this key and all keys of its object.
 """
 
 import functools

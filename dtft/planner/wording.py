@@ -197,7 +197,9 @@ def _lines(section: Section) -> list[str]:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Formats a table as lines: headings, then rows, with columns two spaces apart.
+    """Formats a table as lines: headings, then rows.
+
+    Lines are indented by two spaces, and columns are two spaces apart.
 
     >>> table(("axis", "size"), [("tensor", "8")])
     ['  axis    size', '  tensor  8']

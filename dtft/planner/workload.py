@@ -245,16 +245,17 @@ def read_by_model(graph: Graph) -> set[int]:
 def arrays_of_weights(
     parameters: Sequence[Sequence[int]], loops: Container[int]
 ) -> Arrays:
-    """Finds the arrays with the dims of a parameter, and which dim axes divide first.
+    """Maps the dims of each parameter to the dim that mesh axes divide first.
 
-    Returns a map from the set of dims of each parameter of several dims, with and
-    without dims in `loops`, to this dim.
+    A key is the set of dims of a parameter. The same parameter without the dims in
+    `loops` is a key, too. Parameters with fewer than two dims outside of `loops` are
+    left out.
 
-    This is the dim that the fewest parameters have: a layer's inner width, not the
-    width that all layers share. So if one axis divides both widths, the two matmuls of
-    a layer work on the same part of the inner width. If the shared width were divided
-    first, XLA would gather the array between the two matmuls: up to 16 GiB in compiled
-    steps.
+    The dim that is divided first is the one that the fewest parameters have: a layer's
+    inner width, not the width that all layers share. So if one axis divides both
+    widths, the two matmuls of a layer work on the same part of the inner width. If the
+    shared width were divided first, XLA would gather the array between the two matmuls:
+    up to 16 GiB in compiled steps.
 
     The keys are sets of dims, so they also match a gradient whose dims JAX gives in
     another order than the parameter's.
@@ -329,7 +330,8 @@ class Workload:
     def read_order(self) -> tuple[ReadPoint, ...]:
         """How early in the forward pass parameters are first read (`ir.read_order`).
 
-        Counts parameters with a gradient, or all if none is found.
+        Only parameters that have a gradient count. If no gradient is found, all
+        parameters count.
         """
         trained = set(gradients(self).values())
         inputs = {path: self.graph.inputs[path] for path in self.paths("parameter")}

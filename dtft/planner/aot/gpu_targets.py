@@ -151,7 +151,7 @@ def load_gpu_compiler() -> None:
 def fake_gpus(gpu: GpuTarget, count: int, per_host: int = 8) -> Sequence[Any]:
     """Makes `count` devices of a GPU type to compile for, without real GPUs.
 
-    They are on hosts of `per_host` GPUs, or on one host if there are fewer.
+    Each host has `per_host` devices. If `count` is smaller, one host has all devices.
 
     Raises:
         ImportError: the compiler is not installed; the message says how to install it.

@@ -200,6 +200,9 @@ def groups_of(attributes: str, mesh: Mapping[str, int]) -> Groups:
 
     Of a permutation, reads the (source, target) pairs of devices.
 
+    The examples have XLA's three ways to write groups: as lists; as a shape, here the
+    transpose of [[0, 1], [2, 3]]; and as the axes of a mesh that a group runs along.
+
     >>> groups_of("channel_id=1, replica_groups={{0,1},{2,3}}, x=1", {"a": 4})
     ((0, 1), (2, 3))
     >>> groups_of("replica_groups=[2,2]<=[2,2]T(1,0), x=1", {"a": 4})

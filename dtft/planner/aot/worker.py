@@ -81,6 +81,9 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
 def assigned(text: str) -> dict[str, int]:
     """Reads the bytes of one device from the text of XLA's buffer assignment.
 
+    An allocation marked `parameter` counts as arguments, `maybe-live-out` as outputs,
+    and one with both marks also as aliased. `preallocated-temp` counts as temporaries.
+
     >>> assigned("allocation 0: size 8, parameter 0, shape |f32[2]|, maybe-live-out:\\n"
     ...          "allocation 1: size 4, parameter 1, shape |f32[]|:\\n"
     ...          "allocation 2: size 64, preallocated-temp:")
@@ -120,7 +123,8 @@ def _end_with(parent: int) -> None:
 def _await(process: int, folder: Path) -> str:
     """Waits until XLA has written its files to `folder`, and kills the process.
 
-    Returns '', or a text with the exit code if the process ended before.
+    Returns ''. If the process ends before XLA has written the files, returns a text
+    with its exit code.
     """
     while not _is_written(process, folder):
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -385,10 +389,11 @@ def wait_for_any(children: Sequence[Child]) -> None:
 
 
 def environment(num_devices: int) -> dict[str, str]:
-    """Makes a child's environment, for fake CPU devices and for huge pages of glibc.
+    """Makes the environment variables of a child process.
 
-    Also makes this package importable, and restricts JAX to CPU. Other variables,
-    except JAX_NUM_CPU_DEVICES, are copied from this process.
+    The child has `num_devices` fake CPU devices, JAX for CPU only, this package on its
+    import path, and huge pages in glibc's malloc unless the user has set them. Other
+    variables, except JAX_NUM_CPU_DEVICES, are copied from this process.
     """
     kept = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
     flags = [

@@ -47,6 +47,9 @@ def collective_s(
     Raises:
         ValueError: the kind is unknown, or the kind has no such algorithm.
 
+    The examples are in microseconds. Sending 1e6 bytes takes 1000, a hop 1. A ring of 4
+    sends 3/4 of the bytes twice in 6 hops; a tree sends all bytes twice in 4 hops.
+
     >>> from dtft.planner.cluster.hardware import Curve
     >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
     >>> link = Link(kind="NVLink", curve=port, source="")
@@ -119,10 +122,12 @@ def links_at_peak_s(
     """Computes the seconds that one collective keeps the links of each level busy.
 
     Each level counts alone, at its peak: without latency, and with the bandwidth that
-    large messages reach. Gathers and reductions send level by level, so of n devices
-    that the levels below join each sends 1 / n of the bytes. On a torus all dimensions
-    send equally long. An all-to-all sends through a level only what goes to another
-    part of the level. No algorithm of `collective_s` is faster than a level.
+    large messages reach. Gathers and reductions send level by level: if the levels
+    below join n devices, each of the n devices sends 1 / n of the bytes. In gathers and
+    reductions on a torus, all dimensions are busy for equally many seconds. An
+    all-to-all sends through a level only the bytes for other parts of the level (a part
+    is the devices that the level below joins). No algorithm of `collective_s` takes
+    fewer seconds than any of the levels.
 
     Args:
         kind: the kind of collective.
@@ -131,6 +136,11 @@ def links_at_peak_s(
 
     Returns:
         Seconds for each level of the group, innermost first.
+
+    In the examples, the ports have 8e6 and 1e6 bytes per second. The all-gather sends
+    3/4 of 32e6 bytes through the inner level, and 1/2 of 8e6 bytes through the outer
+    level. The all-to-all sends 3/8 and 4/8 of 32e6 bytes: a device has 3 of the other
+    devices in its part of the outer level, and 4 in the other part.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> ports = [Curve(latency_s=1.0, bandwidth=n * 1e6) for n in (8, 1)]
@@ -296,7 +306,7 @@ def _passed(hop: _Hop) -> Any:
 
 
 def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Computes the seconds of an all-to-all in which each device sends to every other.
+    """Computes the seconds of an all-to-all: each device sends to all other devices.
 
     All levels send at once; the slowest level counts.
     """

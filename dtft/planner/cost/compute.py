@@ -66,6 +66,7 @@ def memory_bound(device: DeviceType) -> DeviceType:
 
     The memory reaches its peak bandwidth, and bytes from a cache take no time. With
     this device, `computing_s` has the seconds that an operator keeps the memory busy.
+    The matmul of the example moves three matrices of 2**27 bytes.
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> h100 = device_type("h100")
@@ -166,6 +167,9 @@ def matmul_s(
     Returns:
         Seconds, in the broadcast shape of the arguments.
 
+    The matmul of the example has 2 * 8192**3 = 1.1e12 operations, and an H100 has a
+    peak of 989e12 FLOP/s.
+
     >>> from dtft.planner.cluster.catalog import device_type
     >>> one = matmul_s(device_type("h100"), 8192, 8192, 8192)
     >>> bool(1.1e12 / 989e12 < one < 2 * 1.1e12 / 989e12)
@@ -233,6 +237,9 @@ def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
         device: the device type, with its memory and cache.
         num_bytes: bytes that one operator reads and writes.
         cold: whether the bytes were not used recently, so that no cache has the bytes.
+
+    The example is in ms. The cache has 1e6 bytes and ten times the bandwidth: 0.1 ms
+    for 1e6 bytes, and 2 ms for the other 2e6 bytes.
 
     >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
     ...     memory_bandwidth=1e9, peak_flops={"float32": 1}, efficiency=Efficiency(

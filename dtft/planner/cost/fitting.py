@@ -353,8 +353,8 @@ def fit_link(
         times: times of groups whose devices communicate over this link alone.
 
     Returns:
-        The fitted link, and the fits by name: `all` of the link's own curve, and for
-        example `all_reduce of 8`.
+        The fitted link, and the fits by name: `all` is the fit of the link's own curve,
+        `all_reduce of 8` the fit of the curve for all-reduces among 8 devices.
     """
     begin = {
         "latency_s": link.curve.latency_s,
@@ -402,11 +402,11 @@ def _fit_curve(
 def fit_overlap(
     given: Efficiency, times: Sequence[OverlapTime]
 ) -> tuple[Efficiency, float]:
-    """Fits how much of the computation collectives overlap, and the slowdown by it.
+    """Fits the share of computation that collectives overlap, and the slowdown.
 
-    Tries pairs of an overlapped share and a slowdown, and keeps the pair with the
-    smallest median error; of about equally good pairs, the pair with the smallest
-    overlap.
+    The slowdown is that of computation which collectives overlap. Tries pairs of a
+    share and a slowdown, and keeps the pair with the smallest median error. Of about
+    equally good pairs, keeps the pair with the smallest share.
 
     Returns:
         The efficiency with `overlap_kappa` (the slowdown) and `overlap_fraction` (the
@@ -487,6 +487,9 @@ def fit_prefetch_overlap(link: Link, times: Sequence[PrefetchTime]) -> Link:
 
     Returns:
         The link with these shares, 0 to 1, as `Link.ahead`; empty without `times`.
+
+    In the example, the gathers add 1 s to the 4 s of computation, so computation hides
+    1 s of their 2 s.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> port = Curve(latency_s=1e-6, bandwidth=1e9)

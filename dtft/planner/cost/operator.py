@@ -163,13 +163,16 @@ def computing_s(
 def _multiplied(
     graph: Graph, device: DeviceType, work: OperatorWork, sizes: Sizes
 ) -> tuple[tuple[Any, Any, Any, Any], Any]:
-    """Finds what XLA multiplies for a matmul: all rows by all groups if it is ragged.
+    """Computes the sizes of the matmul that XLA runs for a matmul, ragged or not.
 
-    Copies of the rows for each group (`ir.ragged`) are one matmul of a greater depth.
-    In the gradient of the matrices each group is a matmul of its own.
+    For a ragged matmul, XLA copies all rows for each group (`ir.ragged`), unless the
+    platform has a kernel for ragged matmuls. The copies are multiplied in one matmul,
+    whose depth is the depth of all groups together. For the gradient of the matrices,
+    each group has a matmul of its own over all rows.
 
     Returns:
-        Rows, columns, depth and batch of the matmul; and the bytes of the copies.
+        Rows, columns, depth and batch of the matmul; and the bytes of the copies, 0
+        without copies.
     """
     rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
     copied = operands_by_group(graph, work.operator)
@@ -253,14 +256,17 @@ def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
 
     Each array is copied to the device and back once per step. The copies add their
     whole time to the step, because they wait for the gradients, which are computed
-    last. The device has room for the arrays that are being copied or updated
-    (`NUM_UNDER_WAY`). Arrays below `LEAST_OFFLOADED_BYTES` stay on the device and are
-    not counted.
+    last. The device has room for `NUM_UNDER_WAY` arrays as large as the largest, but at
+    most for `MOST_UNDER_WAY` times all offloaded bytes. Arrays below
+    `LEAST_OFFLOADED_BYTES` stay on the device and are not counted.
 
     Args:
         link: the link from a device to its host's memory.
         arrays: pairs: the number of equal arrays, and the bytes of each array on one
             device.
+
+    In the example, the bytes are in GB: 64 arrays of 0.1 GB are offloaded, 16 of them
+    have room on the device, and 9 small arrays are not offloaded.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> pcie = Link(kind="PCIe", curve=Curve(latency_s=0.0, bandwidth=1e10), source="")

@@ -85,7 +85,7 @@ class Dims:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linked:
-    """The dims of an equation's results, and of operands those that it constrains."""
+    """Dims of an equation's results, and operand dims that it sums or needs whole."""
 
     outputs: tuple[Numbers, ...]
     """Dims of each result."""
@@ -511,9 +511,10 @@ def factor_groups(
 def _reshape(case: Case) -> Linked:
     """Derives the dims of a reshape's result from those of the operand in `case`.
 
-    Some dims of the operand become some dims of the result (`factor_groups`). Of both,
-    the first dims of size > 1 are divided in the same way. The operand's other dims of
-    size > 1 must not be divided. An array without elements gets new dims.
+    Each group of operand dims becomes a group of result dims (`factor_groups`). The
+    first dims of size > 1 of both groups are divided in the same way. The other dims of
+    size > 1 of the operand's group must not be divided. The result gets new dims if the
+    array has no elements, or if the reshape permutes dims (`dimensions`).
     """
     before, after = case.shapes[0], case.results[0]
     if math.prod(before) == 0 or case.params.get("dimensions") is not None:

@@ -296,8 +296,8 @@ def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
     """Counts the operations of a ragged matmul as those of a matmul without groups.
 
     The number of groups does not matter, because each row is multiplied by the matrix
-    of its own group only. Where XLA multiplies it by all of them, the planner's price
-    has the other operations, too (`ir.ragged`).
+    of its own group only. On platforms where XLA multiplies each row by the matrices of
+    all groups (`ir.ragged`), the planner's price includes the additional operations.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
@@ -401,10 +401,9 @@ def _fft(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:
 def _matrix(each: Callable[[int, int], float]) -> Count:
     """Makes a function that counts the operations of a matrix decomposition.
 
-    `each` gives those of one matrix.
-
-    The function adds up `each(longer side, shorter side)` over all matrices of the
-    first operand. The formulas are those of Golub and Van Loan (2013).
+    The function adds up `each(longer side, shorter side)`, the operations for one
+    matrix, over all matrices of the first operand. The formulas are those of Golub and
+    Van Loan (2013).
     """
 
     def rule(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:

@@ -18,8 +18,8 @@ memory were read from programs that XLA's GPU compiler had compiled
   neither waits for the other's result.
 * An operand of a matmul is copied into another order if its batch dims are not first,
   or its contracted dims are not next to each other.
-* A scatter changes an array in place. If zeros are scattered into and the result is
-  added to another array, it changes that array.
+* A scatter changes an array in place. If a scatter into zeros is only added to another
+  array, the scatter changes this other array.
 * A broadcast that is the same in each iteration of a loop is computed before the loop,
   and its readers read all of it.
 """
@@ -166,7 +166,7 @@ class _Fusion:
     # Arrays in memory.
 
     def _resolve(self, kept: set[int], consumers: Mapping[int, int]) -> set[int]:
-        """Decides which arrays are in memory, and from which others are computed.
+        """Decides which arrays are in memory, and finds the roots of all arrays.
 
         The roots of an array are the arrays in memory from which a kernel computes it.
         Adds to `kept` the arrays that are cheaper to write than to compute again, and
@@ -367,9 +367,9 @@ class _Fusion:
         return 0
 
     def _is_merged(self, kernel: Kernel, readers: Iterable[Kernel]) -> bool:
-        """Decides whether the kernels that read the result of a row reduction make it.
+        """Decides whether kernels that read the result of a row reduction compute it.
 
-        If so, no other kernel computes the reduction; marks these kernels
+        If so, the reduction has no kernel of its own: marks the kernels that compute it
         (`Kernel.rows`) and returns True.
 
         Args:

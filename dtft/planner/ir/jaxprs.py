@@ -97,6 +97,8 @@ def uncut(jaxpr: Jaxpr, start: int = 0) -> Iterator[tuple[int, int]]:
         jaxpr: a program.
         start: the number of its first operator.
 
+    In the example, only `relu` (operator 0) has a custom derivative.
+
     >>> import jax, jax.numpy as jnp
     >>> program = jax.make_jaxpr(lambda x: jax.nn.silu(jax.nn.relu(x) + 1))(1.0)
     >>> [eqn.primitive.name for eqn in operators(program.jaxpr)]

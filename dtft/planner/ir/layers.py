@@ -2,9 +2,9 @@
 
 A pipeline divides the layers of a program; embedding and head stay at its ends. The
 layers are the loop over them (a scan that slices weights), or the run of equal blocks
-with the most operations. Weights are parameters, and what is computed from parameters
-alone: casts, scaled or stacked parameters. A backward pass slices those that the
-forward pass computed, which are no arguments.
+with the most operations. Weights are parameters, and values computed without the batch
+from parameters: casts, scaled or stacked parameters. A loop of the backward pass may
+slice weights that the forward pass has computed.
 """
 
 from collections import defaultdict
@@ -108,7 +108,7 @@ def find_layers(
 
 
 def _reached(graph: Graph, start: Iterable[int]) -> set[int]:
-    """Returns the numbers of the values that are computed from some of the values."""
+    """Returns the numbers of the values `start`, and of all values computed from them."""
     after: dict[int, list[int]] = defaultdict(list)
     for operator in graph.operators:
         for index in operator.inputs:
@@ -203,8 +203,9 @@ def _parts(
 def _boundary(graph: Graph, run: _LayerRun) -> tuple[int, ...]:
     """Returns the numbers of the values that cross from one layer to the next.
 
-    For a loop, these are the carried values that its body computes, after the loop. For
-    other layers, these are the values at the cut that the fewest bytes cross.
+    For a loop, these are the final values of its carry, without carried values that the
+    body returns unchanged. For other layers, a layer is cut where the fewest bytes
+    cross, and these are the values that cross the cut.
     """
     if run.loop is not None:
         return tuple(after for _, into, out, after in run.loop.carried if out != into)
@@ -321,8 +322,8 @@ def _readers(
 ) -> dict[int, frozenset[Part]]:
     """Finds the parts that read each parameter (`LayerStack.readers`).
 
-    An operator that computes weights passes its parameters on to those that read its
-    results.
+    An operator that computes weights from a parameter does not count as a reader: the
+    parts that read its results count as readers of the parameter.
     """
     outer = {inside: outside for loop in graph.loops for outside, inside in loop.sliced}
     source = {index: frozenset((index,)) for index in parameters}

@@ -310,9 +310,10 @@ def _readers(
 ) -> list[int] | None:
     """Returns the numbers of the elementwise operators that read a value.
 
-    Operators in `_SAME`, such as casts, are passed through: those that read their
-    results count instead, or themselves if none does. Returns None if no operator reads
-    the value. `readers` has the numbers of all operators that read each value.
+    An operator in `_SAME`, such as a cast, is replaced by the elementwise operators
+    that read its result, or is returned itself if no operator reads its result. Returns
+    None if no operator reads the value. `readers` has the numbers of all operators that
+    read each value.
     """
     if not readers.get(index):
         return None

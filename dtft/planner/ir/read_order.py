@@ -1,14 +1,16 @@
 """Read order: how early in the forward pass each parameter is first read.
 
-An all-gather of a parameter must end before the parameter is first read. The reduction
-of its gradient can start only when the backward pass, which goes through the layers in
-the opposite order, is back at this place. So both can run beside the computation
-between the start of the forward pass and the first read, and beside no other.
+An all-gather of a parameter must end before the parameter is first read. The backward
+pass goes through the layers in the opposite order, so the reduction of the parameter's
+gradient can start only after the backward pass of the operator of the first read. So
+computation between the start of the forward pass and the first read can hide the
+all-gather, and the backward pass of this computation can hide the reduction. No other
+computation can hide either collective.
 
-Operators that compute from parameters alone do not read them: casts, scales, merged
-adapters, penalties on weights. They can run as late as their results are needed. The
-first read is the first operator that brings a parameter, or a result of such
-operators, together with activations.
+Operators that compute from parameters alone do not count as readers: casts, scales,
+merged adapters, penalties on weights. These operators can run as late as their results
+are needed. The first read is the first operator that combines a parameter, or a result
+of these operators, with activations.
 """
 
 from collections import defaultdict
@@ -30,8 +32,10 @@ def find_read_order(
 ) -> tuple[ReadPoint, ...]:
     """Finds the shares of parameters that are read early in the forward pass.
 
-    If collectives of all parameters take S seconds and computation takes K seconds,
-    the computation cannot hide the maximum of c S - t K over all points.
+    At a point (t, c), the first share t of the forward pass has read the share c of the
+    bytes of all parameters. If collectives of all parameters take S seconds and
+    computation takes K seconds, the computation cannot hide the maximum of c S - t K
+    over all points.
 
     Args:
         graph: a training step.
@@ -43,6 +47,10 @@ def find_read_order(
         pass is measured in the operations of matmuls, convolutions and kernels. A loop
         over layers reads stacked parameters one layer at a time. If no operator of a
         forward pass reads a parameter, the only point is (1, 1).
+
+    In the example, a third of the bytes is read at the start, and all bytes are read
+    after two of the three matmuls. The point (1/3, 2/3) lies on the line between these
+    two points, so it is left out.
 
     >>> import jax
     >>> from dtft.planner.ir import trace
@@ -108,7 +116,10 @@ def _product_flops(operator: Operator) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Weights:
-    """What a value that does not depend on the batch is computed from."""
+    """Parameters and products from which a batch-independent value is computed.
+
+    Products are matmuls, convolutions and kernels.
+    """
 
     parameters: Mapping[int, int | None]
     """Map from a parameter to the outermost loop that reads it slice by slice; None if
@@ -210,7 +221,9 @@ def _batch_dependent(graph: Graph, parameters: Collection[int]) -> set[int]:
 
 
 def _upper_hull(points: Sequence[ReadPoint]) -> tuple[ReadPoint, ...]:
-    """Returns the points that no line between two others is above, in order of t.
+    """Returns the upper convex hull of points, in order of t.
+
+    Leaves out each point on or below a line between two other points.
 
     Args:
         points: points in ascending order of t and c, each t once.

@@ -154,10 +154,7 @@ def rematerialized(
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """The policy and the test for operators to keep together that all blocks share.
-
-    See `rematerialized`.
-    """
+    """The arguments `policy` and `joined` of `rematerialized`, for all blocks."""
 
     policy: Policy
     joined: Callable[[JaxprEqn], bool]
@@ -235,17 +232,15 @@ def _stretch(
 ) -> Iterator[JaxprEqn]:
     """Cuts a run of equations into blocks and wraps the blocks in `jax.checkpoint`.
 
-    The last block is wrapped only if `wrap_last`.
-
     Args:
         jaxpr: the program of the equations.
         numbered: the run of equations, with their indices in the program.
         last_use: index of the last equation that reads each variable (`_last_uses`).
         asked: the options.
-        wrap_last: whether the last block is wrapped.
+        wrap_last: whether the last block is wrapped, too.
 
     Yields:
-        The new equations: one for each wrapped block, else the block's own.
+        One equation for each wrapped block, and the equations of each other block.
     """
     first = numbered[0][0]
     eqns = [eqn for _, eqn in numbered]

@@ -174,10 +174,9 @@ class Drafts:
             step.unread = bool(step.outputs) and needed.isdisjoint(step.outputs)
 
     def bytes_since(self, start: int) -> int:
-        """Returns the bytes that operators move, each in one execution.
+        """Returns the bytes that the operators from number `start` on read and write.
 
-        These are the operators from number `start` to the last; they read and write
-        these bytes.
+        Each operator counts with one execution.
         """
         found = 0
         for step in self.steps[start:]:
@@ -564,10 +563,12 @@ class Walk:
         ]
 
     def _undivided(self, dims: Numbers, shape: Sequence[int], spec: Any) -> Numbers:
-        """Returns an array's dims, but new ones for dims that a shard_map's spec
-        divides.
+        """Returns an array's dims, with a new dim for each dim that a spec divides.
 
-        `shape` is the array's shape on the side that the dims are returned for.
+        Args:
+            dims: the dims of the array before it enters or leaves a shard_map.
+            shape: the array's shape afterwards, with the sizes of new dims.
+            spec: the shard_map's spec of the array.
         """
         parts = (*spec, *(None,) * (len(dims) - len(tuple(spec))))
         return tuple(

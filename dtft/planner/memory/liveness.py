@@ -188,9 +188,9 @@ class InMemory:
     def _saved(self) -> set[int]:
         """Finds the values of the forward pass that are saved for the backward pass.
 
-        These are the values that the backward pass reads, but for values computed
-        inside of loops. Instead of a cast, a broadcast or a relabeling such as a
-        reshape (`_NEVER_SAVED`), its operand is saved.
+        These are the values that the forward pass computes outside of loops and the
+        backward pass reads. If such a value is the result of a cast, a broadcast or a
+        relabeling such as a reshape (`_NEVER_SAVED`), the operand is saved instead.
         """
         found: set[int] = set()
         for operator in self.graph.operators:

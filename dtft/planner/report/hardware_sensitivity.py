@@ -93,9 +93,10 @@ def _planned(decision: Decision, cluster: Cluster, pins: Mapping[str, Any]) -> P
 
 
 def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
-    """Returns `plan`, or a plan with the decision's mesh if it is faster and fits.
+    """Returns `plan`, or the best plan with the decision's mesh if that is better.
 
-    Both plans are for the changed cluster. The ranking prefers a mesh without redundant
+    The plan with the decision's mesh is better if it fits and its step is shorter. Both
+    plans are for the changed cluster. The ranking prefers a mesh without redundant
     work to a mesh with redundant work that is up to `search.ranking.IDLE` times as
     fast. Without this comparison, a faster cluster could be reported as slower.
     """

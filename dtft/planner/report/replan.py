@@ -96,8 +96,8 @@ def why_not(decision: Decision, **pins: Any) -> str:
 
     Args:
         decision: the decision to compare with.
-        pins: the settings, such as `tensor=8` or `zero=3`. They are added to those that
-            were fixed for the decision; one of the same name is replaced.
+        pins: the settings, such as `tensor=8` or `zero=3`. The settings that were fixed
+            for the decision stay fixed, unless `pins` has another value for them.
 
     Raises:
         ValueError: `pins` is empty. An unknown setting raises no error: the text lists
@@ -114,9 +114,10 @@ def why_not(decision: Decision, **pins: Any) -> str:
 def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]:
     """Makes the sections of the text of `why_not`.
 
-    The text says that a setting is not possible, that the plan has the settings
-    already, or that the best plan with them does not fit; or it compares the best plan
-    with them with the decision's plan.
+    If the settings are not possible, or the decision's plan has them already, a single
+    section says so. Otherwise the sections compare the decision's plan with the best
+    plan that has the settings: its bytes if it does not fit, else its seconds and
+    collectives.
 
     Args:
         decision: the decision to compare with.

@@ -100,7 +100,7 @@ _LITTLE = 0.5
 
 
 def mesh_sections(plan: Plan) -> tuple[Section, ...]:
-    """Tabulates what joins each mesh axis, and which work and arrays the axis divides.
+    """Tabulates the links along each mesh axis, and the work and arrays it divides.
 
     Returns () if the plan has no `axes`.
     """
@@ -324,7 +324,8 @@ def waterfall(plan: Plan) -> Section:
 def compute(plan: Plan) -> tuple[Section, ...]:
     """Tabulates the compute seconds by kind of work, and the dearest operators.
 
-    Returns () for a plan that lists none, as one from an older file.
+    Returns () for a plan without seconds by kind of work, such as a plan from an older
+    file.
     """
     if not plan.compute:
         return ()

@@ -223,10 +223,10 @@ class MeshRules:
 
     @property
     def _least_parts(self) -> int:
-        """The number of parts of the batch from which a mesh divides it enough: two.
+        """The least number of parts into which a mesh should divide the batch: two.
 
-        One part is enough if the batch is one sample, or if pins or the rules allow no
-        axis that divides the batch.
+        It is one if the batch is one sample, or if pins or the rules allow no axis that
+        divides the batch.
         """
         free = [
             axis

@@ -63,7 +63,7 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     """Finds the repeated layers of a workload; None if it has no repeated layers.
 
     The result also has the share of time of the layers, and of the operators before and
-    after them. Bytes are those of fused kernels, also on CPU.
+    after them. The time assumes that cheap operators are fused, also on CPU.
 
     Args:
         question: the workload.
@@ -97,8 +97,8 @@ def handed_on(
 ) -> tuple[CollectiveOp, ...]:
     """Returns the messages that a stage sends to the next stage for a microbatch.
 
-    They have the activations at the end of the stage's layers. The backward pass sends
-    the gradients of these back in messages of the same sizes.
+    The messages have the activations at the end of the stage's layers. The backward
+    pass sends the gradients of these activations back, in messages of the same sizes.
 
     Args:
         question: the workload.

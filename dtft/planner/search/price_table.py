@@ -517,10 +517,10 @@ class Rates:
         return [joined for joined, _ in found]
 
     def _used(self, names: Axes) -> np.ndarray:
-        """Returns which axes are larger than one, a bit mask per point; int [points].
+        """Returns a bit mask of the axes larger than one, per point; int [points].
 
         Args:
-            names: the axes that count.
+            names: the axes to test; the bits of all other axes are 0.
         """
         if names not in self._axes_used:
             used = np.zeros(len(self.columns), np.int64)

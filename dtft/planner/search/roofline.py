@@ -44,14 +44,16 @@ def roofline(
     """Computes the seconds per step that each resource of a device is busy at its peak.
 
     `compute` has the matmuls, convolutions and custom kernels of the plan at the peak
-    FLOP/s of their dtype, with those that are computed again. `memory bandwidth` has
-    the bytes that the plan's kernels read and write, without those that come from a
-    cache, at the peak bandwidth. Each level of links has the bytes of the plan's
-    collectives (`links_at_peak_s`). Latency, launches and the bubble of a pipeline are
-    left out; a pipeline has the work of an average stage.
+    FLOP/s of their dtype, including operators that rematerialization computes again.
+    `memory bandwidth` has the bytes that the plan's kernels read and write in memory,
+    at the peak bandwidth; bytes from a cache are left out. Each level of links has the
+    bytes of the plan's collectives (`links_at_peak_s`). The link to host memory has the
+    bytes of `host_bytes`. Latency, launches and the bubble of a pipeline are left out;
+    a pipeline has the work of an average stage.
 
     A factor below 1 that was fitted to past runs (`Accuracy.scales`) also multiplies
-    the seconds here, so no resource takes longer than the predicted step.
+    the seconds here, except those of the link to host memory. So no resource takes
+    longer than the predicted step.
 
     Args:
         search: the search, with the program and the devices.

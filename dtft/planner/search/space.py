@@ -84,7 +84,7 @@ def everything(rematerializes: bool) -> Capabilities:
     """Returns all knobs that can be priced, including knobs that cannot be run.
 
     Args:
-        rematerializes: whether rematerialized programs can be traced; without, "none"
+        rematerializes: whether rematerialized programs can be traced; if not, "none"
             is the only remat policy.
     """
     return Capabilities(
@@ -130,7 +130,7 @@ def unsupported(
 
 
 def check_runnable(plan: Plan, entry: Entry, platform: str) -> None:
-    """Checks that a plan can be run by the caller's way of running it, on its devices.
+    """Checks that a plan was made for an entry, and that it can be run on a platform.
 
     Args:
         plan: the plan to run.

@@ -3,7 +3,7 @@
 XLA combines collectives that are of one kind, run among the same devices and do not
 depend on each other. Examples are the all-reduces of all gradients of a loop's body (or
 outside of loops), and the all-gathers after an update. Collectives that are sent as one
-message have the latency of one.
+message have the latency of a single collective.
 
 Observed with jax 0.10.2: the GPU compiler combines all-reduces, all-gathers and
 reduce-scatters up to 30 MiB. The CPU compiler combines all-reduces too, but its runtime
@@ -35,7 +35,7 @@ _ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(_TOGETHER, 30 * 2.0
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """Collectives that XLA sends as one message, or that at least synchronize once.
+    """Collectives that XLA sends as one message, or that share one synchronization.
 
     XLA combines the collectives whose bundles are equal on a mesh (`on`).
     """

@@ -289,11 +289,12 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Returns whether a matmul's operand has `dim` divided, but not contracted.
+        """Returns whether `dim` is a divided, not contracted dim of a matmul's operand.
+
+        Returns False for operators other than matmuls.
 
         Args:
-            index: the position of the operand. The result is False above 1, and for
-                operators other than matmuls.
+            index: the position of the operand; above 1, the result is False.
             dim: the dim, an index into `Graph.dims`.
         """
         if self.op.kind != "matmul" or index > 1:
@@ -394,8 +395,8 @@ class ShardingAssignment:
         """Returns the spec of a value (an array of the program): the axes of each dim.
 
         Dims of size one have no axes. If several dims of the value have the same axis,
-        only the first of them is divided by the axis. A dim in `first` comes before all
-        other dims.
+        only the first of them is divided by the axis. If `first` has a dim for the
+        value, this dim counts as the first.
         """
         wanted = [
             self.of(dim) if size > 1 else ()

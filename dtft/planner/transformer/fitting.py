@@ -189,7 +189,7 @@ shared networks differ more than devices."""
 
 @dataclass(frozen=True, kw_only=True)
 class UnseenRows:
-    """Measured training runs of one table, predicted by factors fitted to others."""
+    """Measured runs of one table, predicted by factors fitted to other runs."""
 
     terms: Mapping[str, np.ndarray]
     """Predicted seconds of `compute` and `collectives`, one per row."""

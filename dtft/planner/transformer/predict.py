@@ -2,7 +2,7 @@
 
 A row's step is a JAX program (`program`) that the planner prices with the row's mesh
 and knobs (settings such as microbatches and ZeRO). Factors (`Scales`) that were fitted
-to published runs multiply the seconds that this gives.
+to published runs multiply the planner's seconds.
 """
 
 import math
@@ -114,9 +114,9 @@ def scales_of(device: str, software: SoftwareName = "megatron") -> Scales:
 def accuracy_of(device: DeviceType, software: SoftwareName = "megatron") -> Accuracy:
     """Returns the errors of predictions for a device type and the software of the step.
 
-    They are those for a new cluster and program (`CARRIED_OVER`) if factors were fitted
-    for the device type, and those of the catalog's figures (`CATALOG`) if not, and for
-    XLA (`scales_of`).
+    If factors were fitted for the device type, the errors are those for a new cluster
+    and program (`CARRIED_OVER`). Otherwise, and always for XLA, which has no fitted
+    factors, the errors are those of the catalog's figures (`CATALOG`).
     """
     is_fitted = device.name in FITTED and software != "xla"
     return CARRIED_OVER if is_fitted else CATALOG
@@ -172,7 +172,7 @@ def space_of(layouts: Sequence[ParallelLayout]) -> Space:
 def step_cost(shape: Shape, layout: ParallelLayout, pool: Pool) -> StepCost:
     """Computes the seconds of a step by kind of work and link.
 
-    Factors (`Scales`) are to multiply them.
+    The seconds are not yet multiplied by factors (`Scales`); `StepCost.terms` does so.
 
     Args:
         shape: The shape of the model.

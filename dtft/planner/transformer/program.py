@@ -281,9 +281,9 @@ _multiply = _differentiable(
 def _experts(shape: Shape) -> tuple[Function, Function]:
     """Returns the functions that bring tokens to experts, and the results back.
 
-    The first is from tokens to the inputs of experts, the second from the outputs of
-    experts and their shares in each token to tokens. Each expert gets the same number
-    of tokens of each sequence.
+    The first function maps tokens to the inputs of experts. The second maps the outputs
+    of experts, and the share of each expert in each token, to tokens. Each expert gets
+    the same number of tokens of each sequence.
     """
     places = shape.seq_len * shape.top_k // shape.experts
 
@@ -431,7 +431,7 @@ KERNELS: Mapping[SoftwareName, LayerKernels] = {
 def _attention_of(shape: Shape, layout: ParallelLayout) -> Function:
     """Returns the attention function of a layout's software and options.
 
-    It is from queries, keys and values to the weighted sums of values of each head.
+    The function maps queries, keys and values to each head's weighted sums of values.
     """
     run = KERNELS[layout.software]
     is_grouped = shape.kv_heads not in (0, shape.heads)
@@ -458,7 +458,7 @@ def _attention_of(shape: Shape, layout: ParallelLayout) -> Function:
 def loss_of(shape: Shape, layout: ParallelLayout) -> Function:
     """Returns the function `loss(params, batch)` of a training run's program.
 
-    It scans over the layers.
+    The function scans over the layers.
     """
     run = KERNELS[layout.software]
     attend = _attention_of(shape, layout)

@@ -178,8 +178,8 @@ class Table:
 
         Raises:
             ValueError: a column is missing or not known, a cell cannot be read, a run
-                is impossible, or `check` raised an error. The message has a line for
-                each bad row, the first `_SHOWN`, which names row and column.
+                is impossible, or `check` raised an error. For bad rows, the message has
+                a line for each of the first `_SHOWN`, which names row and column.
         """
         if missing := [name for name in REQUIRED if name not in self.header]:
             raise ValueError(
@@ -212,7 +212,12 @@ class Table:
 
 
 def _together(errors: Sequence[str], num_rows: int) -> str:
-    """Joins the errors of rows, of a table with `num_rows` rows, to one text."""
+    """Joins the errors of a table's bad rows, at most `_SHOWN` of them, to one text.
+
+    Args:
+        errors: the error of each bad row.
+        num_rows: the number of all rows of the table.
+    """
     if len(errors) == 1:
         return errors[0]
     shown = [f"{len(errors)} of {num_rows} rows cannot be predicted:", *errors[:_SHOWN]]
