@@ -307,7 +307,7 @@ def _part(text: str) -> tuple[str, int, int]:
     """Reads a part of a mesh axis, such as `'x':(2)4`, from the groups of a collective.
 
     Returns the axis, the product of the sizes of the axis's earlier parts, and the size
-    of the part; 1 and 0 if the text names a whole axis.
+    of the part. The last two are 1 and 0 if the text names a whole axis.
 
     Raises:
         ValueError: the text is neither an axis nor a part of one.

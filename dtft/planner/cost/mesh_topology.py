@@ -143,6 +143,9 @@ def members(
     Returns:
         The number of parts that each level joins; float [meshes, levels].
 
+    In the example, the 16 devices of a collective on the first mesh are in two groups
+    of 8. The 4 devices on the second mesh are in one group.
+
     >>> members((8, 512), np.array([[4, 16], [16, 4]]), (False, True))
     array([[8., 2.],
            [4., 1.]])
@@ -218,7 +221,7 @@ def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
 def _counted(
     bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Returns what `members` returns, for one mesh with axes that fill groups unevenly.
+    """Computes `members` for one mesh whose axes fill the fabric's groups unevenly.
 
     A group is what one level of the fabric joins, such as a host. For each set of
     devices that run the collective together, counts the groups on each level that have
@@ -315,6 +318,8 @@ def undominated_orders(
             innermost first; the last level joins all remaining groups.
         before: axes that must keep this order, slowest-varying first; other axes may
             lie between them.
+
+    In the example, neither of the two orders dominates the other one.
 
     >>> found = undominated_orders(("fsdp", "tensor"), np.array([[4, 2]]), (2, 4))
     >>> [found.named[at] for at in found.order]

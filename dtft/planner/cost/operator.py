@@ -85,10 +85,10 @@ class MeshSpeeds:
         return sync_skew_s(group_of(self.pool, self.mesh, axes)) if axes else 0.0
 
     def together_s(self, bundle: Bundle, num_bytes: float, sizes: Sizes) -> float:
-        """Computes the seconds of collectives that are sent together, in a step.
+        """Computes the seconds per step of a bundle: collectives sent together.
 
-        Each time that such a bundle is sent, its devices wait for each other once (sync
-        skew), unless it waits for no computation (`Bundle.ahead`). The seconds of
+        Devices wait for each other once (sync skew) each time that the bundle is sent,
+        unless the bundle depends on no computation (`Bundle.ahead`). The seconds of
         sending are included only if the backend combines the bundle into one message
         (`Bundle.is_one`). Otherwise the caller adds `sending_s` of each collective.
 

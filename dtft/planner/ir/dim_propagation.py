@@ -608,7 +608,7 @@ def _windowed(case: Case) -> Linked:
 
 
 def _each(case: Case) -> Linked:
-    """Returns the dims of the operands in `case` as those of the results.
+    """Gives each result the dims of the operand at the same position in `case`.
 
     This is the rule of operators whose results are their operands in the same order.
     """

@@ -50,7 +50,7 @@ def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 
 def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
-    """Returns a copy of an equation with other programs in place of those that it runs.
+    """Returns a copy of an equation that runs changed programs.
 
     Args:
         eqn: an equation; one that runs no program is returned unchanged.
@@ -67,9 +67,9 @@ def with_bodies(eqn: JaxprEqn, change: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
 def operators(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     """Yields all equations that call no program, also those of nested programs.
 
-    The position of an equation is its operator number. The order is depth first in
-    program order. The programs that an equation calls are visited once, in its place. A
-    `while` has its condition before its body; a `cond` has all branches.
+    The position of an equation in this order is its operator number. The order is depth
+    first: the programs that an equation calls are visited once, at the position of the
+    equation. A `while` has its condition before its body; a `cond` has all branches.
 
     >>> import jax, jax.numpy as jnp
     >>> def layers(x):

@@ -108,7 +108,7 @@ def find_layers(
 
 
 def _reached(graph: Graph, start: Iterable[int]) -> set[int]:
-    """Returns the numbers of the values `start`, and of all values computed from them."""
+    """Returns the numbers of the values in `start` and of those computed from them."""
     after: dict[int, list[int]] = defaultdict(list)
     for operator in graph.operators:
         for index in operator.inputs:
@@ -171,7 +171,8 @@ def _flops(graph: Graph, start: int, stop: int) -> float:
 def _region(graph: Graph, run: _LayerRun) -> str:
     """Returns the part of the step (forward, backward or update) that a run is in.
 
-    If it is in several, the part with most of the run's floating-point operations.
+    If the run is in several parts, returns the part with most of its floating-point
+    operations.
     """
     found: dict[str, float] = {}
     for operator in graph.operators[run.start : run.stop]:
@@ -283,9 +284,10 @@ def _of_gradients(
     backward: _LayerRun,
     examples: AbstractSet[int],
 ) -> Iterator[int]:
-    """Yields the operators after the layers that read only gradients of their weights.
+    """Yields the operators that read only gradients of the layers' weights.
 
-    These are casts and sums that the program has after the layers of the backward pass.
+    These are operators, such as casts and sums, that the program has after the layers
+    of the backward pass.
 
     Args:
         graph: the step.

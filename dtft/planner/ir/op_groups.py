@@ -176,6 +176,8 @@ def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
     Returns:
         The changed operators, by their number.
 
+    In the example, operator 1 multiplies the 16 elements of a transposed array.
+
     >>> from dtft.planner.ir.graph import Value
     >>> values = tuple(Value(shape=s, dtype="float32", dims=d) for s, d in
     ...     (((2, 8), (0, 1)), ((8, 2), (1, 0)), ((8, 2), (1, 0))))

@@ -181,8 +181,8 @@ def _readers(
 def _loop_origins(graph: Graph) -> dict[int, int]:
     """Maps the carried and stacked values of loops to the values that they come from.
 
-    Carried values in the body come from before the loop, and values after the loop from
-    the body.
+    A carried value in the body comes from the value before the loop. A value after the
+    loop, carried or stacked, comes from a result of the body.
     """
     found = {outer: inside for loop in graph.loops for inside, outer in loop.stacked}
     for loop in graph.loops:

@@ -100,7 +100,7 @@ class Drafts:
         return len(self.values) - 1
 
     def held(self, known: Known) -> int:
-        """Returns the index of an array's value; a literal first becomes a value."""
+        """Returns the index of an array's value; adds a new value for a literal."""
         return self.value(known.aval) if isinstance(known, Literal) else known
 
     def copy(self, index: int) -> int:

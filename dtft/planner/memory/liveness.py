@@ -299,8 +299,8 @@ def laid_anew(graph: Graph, memory: InMemory, loop: CountedLoop) -> Iterator[int
 def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
     """Yields the operands of a matmul that do not begin with the matmul's batch dims.
 
-    Also yields operands that begin with them in another order than the result. Operands
-    are given by their index in `Graph.values`.
+    Also yields operands that begin with the batch dims in another order than the
+    result. Operands are given by their index in `Graph.values`.
     """
     made = graph.values[product.outputs[0]]
     rank = sum(len(graph.values[index].shape) for index in product.inputs[:2])

@@ -762,11 +762,10 @@ class PeakEval:
         return total
 
     def _place(self, index: int) -> tuple[Spec, np.ndarray]:
-        """Finds the spec of a gradient, and the dim that ZeRO divides by `fsdp`.
+        """Finds the spec of a computed gradient, and the dim that ZeRO divides.
 
-        The spec is that with which the gradient is computed. The dim is given by its
-        position, as an array with one entry per mesh; -1 for a mesh where `fsdp`
-        divides no dim.
+        ZeRO divides this dim by `fsdp`. The dim is given by its position, as an array
+        with one entry per mesh; -1 for a mesh where `fsdp` divides no dim.
         """
         if index not in self._places:
             value, timeline = self._values[index], self._trace.timeline

@@ -50,7 +50,7 @@ def sensitivity_section(plan: Plan, found: tuple[Effect, ...]) -> Section:
     """Tabulates the best plan for each changed cluster, compared with this plan.
 
     Args:
-        plan: the plan for the cluster as it is.
+        plan: the plan for the unchanged cluster.
         found: the changes, each with its best plan.
     """
     columns = ("change", "step", "difference", "", "best plan then")

@@ -79,7 +79,9 @@ REMAT: Mapping[str, str] = {
 
 
 def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
-    """Describes the ZeRO level, and remat and microbatches if not at their default.
+    """Describes the ZeRO level, the remat policy and the microbatches of a plan.
+
+    Remat and microbatches are left out if they are at their default.
 
     >>> knobs_in_words(Knobs(zero=1))
     ('zero=1: optimizer state is divided along fsdp',)
@@ -141,7 +143,7 @@ def lies_on(plan: Plan, axes: Sequence[str]) -> str:
     """Describes the fabric levels of mesh axes, such as `8 by NVLink`.
 
     These are the levels over which collectives along the axes communicate. Axes that
-    are not in `Plan.axes` are left out; '' if none is in it.
+    are not in `Plan.axes` are left out. Returns '' if all are left out.
     """
     found = [
         f"{wording.number(number)} by {kind}"

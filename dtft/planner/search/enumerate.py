@@ -185,6 +185,8 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
             pins cannot be met even with unlimited memory. In the latter case the error
             names nearby values that can be met, if there are any.
 
+    In the example, the size of `tensor` must divide 12, so `tensor` cannot be 8.
+
     >>> space = enumerate_space(
     ...     Choices(num_devices=8, batch=16, divides={"replica": (), "tensor": (12,)})
     ... )

@@ -134,7 +134,7 @@ def _is_count(value: Any, least: int) -> bool:
 def why_not(choices: Choices, name: str, value: Any) -> str:
     """Returns why no candidate can have a value that the user has fixed for a setting.
 
-    The reason is one that holds without the other pins; '' if none is found.
+    The reason does not depend on other pins. Returns '' if no reason is found.
 
     Args:
         choices: the values that each setting may take.

@@ -1,8 +1,8 @@
 """The space of candidates as columns: meshes, orders of axes on the fabric, and knobs.
 
 A knob is a setting of a plan beside the mesh, such as the ZeRO level. `CAPABILITIES`
-declares which knobs can be run: those of each entry (`dtft.plan` with `step=` or
-`loss=`) on each backend. Only a what-if search also prices other knobs. The code that
+declares which knobs can be run with each entry (`dtft.plan` with `step=` or `loss=`) on
+each backend. Only a what-if search also prices knobs that cannot be run. The code that
 runs a plan checks the plan against `CAPABILITIES`.
 """
 

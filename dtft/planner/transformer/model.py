@@ -75,8 +75,8 @@ class Shape:
     def layer_parameters(self) -> int:
         """The number of parameters of one layer.
 
-        These are those of attention, feed-forward parts, biases and norms. Experts have
-        no biases.
+        The sum of attention, feed-forward parts, the router of experts, biases and
+        norms. Experts have no biases.
         """
         biases = 2 * self.hidden + 2 * self.kv_width
         if self.experts == 1:

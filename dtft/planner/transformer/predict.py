@@ -237,10 +237,11 @@ def memory(
 
 
 def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
-    """Computes the bytes of a device's buffers: stage transfers, ZeRO buckets, layers.
+    """Computes the bytes of a device's buffers for communication.
 
-    The layers are those that ZeRO 3 has gathered. `held` is the number of parameters
-    that a device has without ZeRO.
+    The buffers hold the transfers between pipeline stages, the buckets of ZeRO levels 1
+    and 2, and at level 3 two gathered layers and the gradient of a layer. `held` is the
+    number of parameters that a device has without ZeRO.
     """
     rows = layout.micro_batch * shape.seq_len // layout.cp * shape.hidden
     total = 4.0 * rows * ITEM_BYTES if layout.pp > 1 else 0.0
