@@ -17,7 +17,7 @@ memory were read from programs that XLA's GPU compiler had compiled
 * Any other reduction is part of a kernel that reads or writes the same large arrays, if
   neither waits for the other's result.
 * An operand of a matmul is copied into another order if its batch dims are not first,
-  or its contracted dims are not next to each other.
+  or its contracted dims do not lie together before or after its other dims.
 * A scatter changes an array in place. If a scatter into zeros is only added to another
   array, the scatter changes this other array.
 * A broadcast that is the same in each iteration of a loop is computed before the loop,
@@ -460,8 +460,8 @@ class _Fusion:
         matmul.
 
         Yields:
-            The number of the matmul, and the bytes that all copies in a step read and
-            write.
+            The number of the matmul, and the bytes that the copies of one operand read
+            and write in a step.
         """
         seen: set[tuple[int, bool]] = set()
         for number, operator in enumerate(self.graph.operators):
@@ -483,8 +483,8 @@ class _Fusion:
     ) -> bool:
         """Whether a matmul can read an operand without a copy in another order.
 
-        It can if batch dims are first in memory, and contracted dims next to each other
-        and in their order.
+        This is so if the batch dims are first in memory, and the contracted dims lie
+        together and in their order, before or after all other dims.
 
         Args:
             index: the number of the operand.

@@ -21,8 +21,8 @@ NUM_DEAREST = 5
 def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]]:
     """Finds the arrays of a program that are attention scores.
 
-    Scores are the result of a batched matmul. A softmax reduces their rows, and another
-    batched matmul contracts the scores.
+    Scores are the result of a batched matmul, and larger than both of its operands. A
+    softmax reduces the rows of the scores, and another batched matmul reads the scores.
 
     Returns:
         Map from the set of the scores' dims to the sizes of these dims, ascending,

@@ -576,9 +576,9 @@ class _Placed(WorkDims):
         The first one is a reduce-scatter over the axes that are both in `partial` and
         in `wanted`. The next ones are all-reduces over the other axes of `partial`.
 
-        On CPU, the first one is an all-reduce, and exists only for matmuls and
-        convolutions without spare axes (`ShardingAssignment.spare`). Other operators on
-        CPU have all-reduces over all axes of `partial`.
+        On CPU, the first one is an all-reduce, and exists only for matmuls,
+        convolutions and kernels without spare axes (`ShardingAssignment.spare`). Other
+        operators on CPU have all-reduces over all axes of `partial`.
 
         Args:
             value: the result.

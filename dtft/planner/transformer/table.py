@@ -80,7 +80,10 @@ class Habits:
     """Dtype of matmuls."""
 
     def flash_attention(self, recompute: Recompute) -> bool:
-        """Returns whether flash attention, with scores on the chip, is the default."""
+        """Returns whether flash attention, with scores on the chip, is the default.
+
+        True with `fused`. Without `fused`, True only without recomputation.
+        """
         return self.fused or recompute == "none"
 
     def sequence_parallel(self, recompute: Recompute) -> bool:
