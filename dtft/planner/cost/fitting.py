@@ -166,10 +166,7 @@ class ConvolutionTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """Seconds of one collective in groups of `num_devices`.
-
-    It ran in all groups at once.
-    """
+    """Seconds of one collective, run in all groups of `num_devices` devices at once."""
 
     kind: CollectiveKind
     num_bytes: int

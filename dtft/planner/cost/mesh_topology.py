@@ -112,9 +112,10 @@ def group_of(
 def levels_used(
     pool: Pool, mesh: Mapping[str, int], axes: Sequence[str]
 ) -> tuple[int, ...]:
-    """Returns which levels of a pool a collective uses: those of `group_of`.
+    """Returns the levels of a pool over which a collective communicates.
 
-    The levels are given by their position in `Pool.levels`, innermost first.
+    These are the levels of the group that `group_of` returns. Levels are given by their
+    position in `Pool.levels`, innermost first.
 
     Args:
         pool: the devices.

@@ -226,7 +226,7 @@ def _crossing(graph: Graph, cut: int, period: int) -> tuple[int, ...]:
 def _forward_readers(graph: Graph) -> dict[int, list[int]]:
     """Maps each value to the numbers of the forward operators that read the value.
 
-    An operator in a loop that reads a slice of a value reads the value.
+    An operator in a loop that reads a slice of a value counts as a reader of the value.
     """
     outer = {inside: outside for loop in graph.loops for outside, inside in loop.sliced}
     found: dict[int, list[int]] = defaultdict(list)

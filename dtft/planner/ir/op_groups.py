@@ -78,7 +78,7 @@ def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
 
 
 def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator, int]]:
-    """Yields operators that represent copies of slices of a loop's stacked arrays.
+    """Yields operators for the copies that loops make of slices of stacked arrays.
 
     Args:
         graph: the program.
@@ -219,8 +219,9 @@ def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
 def _reading(operator: Operator, size: float, over: tuple[int, ...]) -> Operator:
     """Returns an operator with `size` more elements that it reads with a stride.
 
-    They are added to `Operator.strided`, or to `turned` if a mesh axis must divide one
-    of the dims `over` (contracted dims of a matmul) for the stride.
+    The elements are added to `Operator.strided` if `over` is empty, else to
+    `Operator.turned`. `over` has the contracted dims of a matmul, if the stride exists
+    only where a mesh axis divides one of these dims.
     """
     if not over:
         return replace(operator, strided=operator.strided + size)

@@ -118,7 +118,10 @@ def keep_nothing(*_: Any, **__: Any) -> bool:
 
 
 def keep_matmuls(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The policy of remat=dots: results of matmuls and convolutions are kept."""
+    """The policy of remat=dots: keeps results of matmuls, convolutions and attention.
+
+    Attention is the forward pass of cuDNN's attention.
+    """
     return primitive.name in MATMULS
 
 

@@ -501,10 +501,9 @@ class Walk:
         return list(after)
 
     def _cond(self, eqn: JaxprEqn, operands: list[Known], frame: Frame) -> list[Known]:
-        """Walks every branch of a `cond`; returns the results of one branch.
+        """Walks every branch of a `cond`; returns results of the one with most flops.
 
-        It is the branch with the most flops. The operators of the other branches get
-        `trips` 0.
+        The operators of the other branches get `trips` 0.
         """
         found, best = self.found, -1.0
         found.needed.add(found.held(operands[0]))

@@ -137,8 +137,10 @@ class StateArray:
 
     @property
     def gathered(self) -> tuple[str, ...]:
-        """Axes that divide the array between steps only; it is gathered over them for
-        use."""
+        """Axes that divide the array between steps only.
+
+        For use, the array is gathered over these axes.
+        """
         used = {axis for axes in self.used for axis in axes}
         return tuple(a for axes in self.rest for a in axes if a not in used)
 
