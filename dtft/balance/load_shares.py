@@ -115,8 +115,8 @@ class Microbatches:
     ) -> float:
         """Returns the seconds until the last node has done its microbatches.
 
-        `division` has the microbatches of each node; the other arguments are those of
-        `best`.
+        `division` has the microbatches of each node, `unit_s` the seconds that a node
+        takes for one of them, and `fixed_s` its other seconds per step (by default 0).
         """
         shares = check_division(division, self.num_nodes, self.total)
         return makespan(shares, unit_s, fixed_s)

@@ -206,8 +206,9 @@ def drifted(
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
     """Returns the trimmed mean of `unit_s` over its steps, and a variance, `[n]` each.
 
-    `unit_s` is `[steps, n]`. The variance is a winsorized one: divided by the number of
-    steps, it is the variance of the mean. It is 0 if there is only one step.
+    `unit_s` is `[steps, n]`. The share `TRIM` of the values is left out at either end.
+    The variance is a winsorized one: divided by the number of steps, it is the variance
+    of the mean. It is 0 if there is only one step.
     """
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)

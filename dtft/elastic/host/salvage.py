@@ -247,7 +247,8 @@ class Salvage:
         the limit.
 
         Args:
-            roots: see `choose`.
+            roots: maps step to root digest (one digest over all slices), for each
+                commit in the store.
             limit_s: seconds for the whole salvage.
 
         Returns:

@@ -251,12 +251,13 @@ def _identity(plan: Plan) -> Any:
 def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision:
     """Converts a decision, made for devices with less memory, to the real devices.
 
-    The difference of the memories is added to the plan's reserve, the bytes that must
-    stay free.
+    The result has the plan and the candidates of `one`, and the cluster of `original`.
+    The memory that the real devices have beyond the others is added to the plan's
+    reserve, the bytes that must stay free.
 
     Args:
         one: the decision (a plan with the candidates) for devices with less memory.
-        original: the decision for the real devices.
+        original: the decision of the same question for the real devices.
         capacity: bytes of memory of a real device.
     """
     plan, held = one.plan, capacity - one.plan.capacity_bytes

@@ -1,10 +1,11 @@
 """Finds the layers of a step that a pipeline divides.
 
-A pipeline divides the layers of a program; embedding and head stay at its ends. The
-layers are the loop over them (a scan that slices weights), or the run of equal blocks
-with the most operations. Weights are parameters, and values computed without the batch
-from parameters: casts, scaled or stacked parameters. A loop of the backward pass may
-slice weights that the forward pass has computed.
+A pipeline divides the layers of a program; embedding and head stay at its ends. A
+program has its layers in a loop (a scan that slices the weights of one layer at a
+time), or one after another as equal blocks; of several loops and runs of blocks, the
+one with the most operations counts. Weights are parameters, and values computed without
+the batch from parameters: casts, scaled or stacked parameters. A loop of the backward
+pass may slice weights that the forward pass has computed.
 """
 
 from collections import defaultdict

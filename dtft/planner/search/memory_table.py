@@ -213,8 +213,11 @@ class Resting:
     def _turned(self, division: ShardingAssignment, zero: int) -> Total:
         """Counts the elements of gathered parameters that a device must transpose.
 
-        The count for each point (mesh and number of microbatches) is per microbatch at
-        ZeRO level 3, and per step at other levels.
+        These are the parameters that ZeRO divides along the last dim (`turned_place`):
+        an all-gather writes the parts one after another, so the elements of a row are
+        not together until the device has transposed the result. The count for each
+        point (mesh and number of microbatches) is per microbatch at ZeRO level 3, and
+        per step at other levels.
         """
         total = Total()
         for alike, count in self.arrays["parameter"].items():

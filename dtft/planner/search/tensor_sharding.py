@@ -162,10 +162,11 @@ class Chooser:
         return fits and not self._base.of(dim)
 
     def _possible(self, dim: int, variable: int, alike: Cases) -> Factor:
-        """Makes a factor that forbids dividing a dim on points that cannot divide it.
+        """Makes a factor (a table of costs) that keeps a dim undivided at some points.
 
-        Points (meshes with a number of microbatches) on which the axis has size one
-        forbid the division too.
+        Dividing the dim costs infinitely much at points (meshes with a number of
+        microbatches) at which the axis has size one, or a size that does not divide the
+        dim's size evenly.
 
         Args:
             dim: the dim.

@@ -1,7 +1,10 @@
-"""Fits factors of predictions to measured steps, and searches layouts.
+"""Fits factors of predictions to measured steps; searches the fastest parallel layout.
 
-A row is one training run of a table, with its measured seconds of a step. A factor
-multiplies the predicted seconds of one kind of work or link (`Scales`).
+A row is one training run of a published table, with its measured seconds of a step. A
+factor multiplies the predicted seconds of one kind of work or link (`Scales`). A
+parallel layout is how devices divide the training of a transformer: the degrees of
+data, tensor and pipeline parallelism, and the microbatches. With the fitted factors,
+the search finds the layout that is predicted to be fastest.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
