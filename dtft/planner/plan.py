@@ -187,6 +187,9 @@ class Plan:
     resource works at its peak: `compute`, `memory bandwidth`, and the links of each
     level, such as `InfiniBand between hosts`. Empty in older files."""
     alternatives: tuple[Alternative, ...] = ()
+    left_out: tuple[Alternative, ...] = ()
+    """The fastest candidate that is predicted faster than the plan, but ranked behind
+    it, because some of its devices repeat the work of others; () without one."""
     runnable: bool = True
     """Whether the plan can be run on its backend by `make_step` or `plan.jit`
     (`entry`); false only for a plan that was made under `what_if` and has a knob that
@@ -268,6 +271,8 @@ def _check(plan: Plan) -> None:
     _check_choice("", plan.mesh, plan.knobs)
     for at, one in enumerate(plan.alternatives):
         _check_choice(f"alternatives[{at}].", one.mesh, one.knobs)
+    for at, one in enumerate(plan.left_out):
+        _check_choice(f"left_out[{at}].", one.mesh, one.knobs)
     mesh = ", ".join(plan.mesh)
     for name in ("state", "batch", "optimizer", "constraints"):
         for path, spec in getattr(plan, name).items():

@@ -32,7 +32,7 @@ def mlp(batch: int = 64, widths: tuple[int, ...] = (64, 256, 16)) -> Workload:
 
 
 @cache
-def decision(spec: str = "2x4xH100", vocabulary: int = 256, **pins: int) -> Decision:
+def decision(spec: str = "2x4xH100", vocabulary: int = 256, **pins: Any) -> Decision:
     """The transformer's plan."""
     return decide(question(vocabulary), Cluster.parse(spec), pins)
 

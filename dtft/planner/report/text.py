@@ -17,6 +17,7 @@ from dtft.planner.plan import (
     Plan,
     Prediction,
 )
+from dtft.planner.search import IDLE
 from dtft.planner.types import Spec
 from dtft.planner.wording import Section, percent, seconds, share, size
 
@@ -492,7 +493,19 @@ def alternatives(plan: Plan) -> Section:
         title="Alternatives",
         columns=columns,
         rows=tuple(rows),
-        notes=(tied_text(plan),) if rows else ("none",),
+        notes=(*((tied_text(plan),) if rows else ("none",)), *_left_out(plan)),
+    )
+
+
+def _left_out(plan: Plan) -> tuple[str, ...]:
+    """Describes the faster mesh whose devices repeat work; () without one."""
+    return tuple(
+        f"left out: {wording.mesh(one.mesh)}, {knobs_text(one.knobs)}, at "
+        f"{seconds(one.step_s, plan.prediction.relative_error)} per step: some of its "
+        "devices repeat the work of others, so it is taken only if it is "
+        f"{IDLE:g} times as fast as meshes that use all of theirs; pin "
+        f"{', '.join(f'{axis}={size}' for axis, size in one.mesh.items())} to get it"
+        for one in plan.left_out
     )
 
 

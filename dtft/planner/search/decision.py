@@ -14,7 +14,7 @@ import numpy as np
 from dtft.planner import wording
 from dtft.planner.cluster import MACHINES, Cluster, Level, Pool, parse_pool
 from dtft.planner.gc_pause import gc_paused
-from dtft.planner.plan import Plan
+from dtft.planner.plan import Alternative, Plan
 from dtft.planner.search import write_plan
 from dtft.planner.search.enumerate import (
     backend,
@@ -350,7 +350,7 @@ def _best_of(
     best = min(found.values(), key=_first)
     at = int(best.priced.ranking[0])
     return Decision(
-        plan=_written(best, at, cluster),
+        plan=_written(found, best, at, cluster),
         question=question,
         cluster=cluster,
         pins=pins,
@@ -388,17 +388,35 @@ def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
     for *_, place, number in ranked[:num]:
         one = list(decision.found.values())[number]
         at = int(one.priced.ranking[place])
-        plan = _written(one, at, decision.cluster)
+        plan = _written(decision.found, one, at, decision.cluster)
         made.append(replace(decision, plan=plan, at=at))
     return tuple(made)
 
 
-def _written(one: RematVariant, at: int, cluster: Cluster) -> Plan:
+def _written(
+    found: Mapping[Remat, RematVariant], one: RematVariant, at: int, cluster: Cluster
+) -> Plan:
+    """Writes the candidate at index `at` of one of the priced remat policies."""
     plan = write_plan.as_plan(one.search, one.priced, at, cluster)
+    plan = replace(plan, left_out=_left_out(found, plan))
     runs_on = backend(cluster.uniform)
     if unsupported(plan.entry, runs_on, plan.mesh, plan.knobs):
         return replace(plan, runnable=False)
     return plan
+
+
+def _left_out(
+    found: Mapping[Remat, RematVariant], plan: Plan
+) -> tuple[Alternative, ...]:
+    """Returns the fastest candidate that the factor `IDLE` ranks behind the plan."""
+    fastest: Alternative | None = None
+    least_s = plan.prediction.step_s if plan.fits else 0.0
+    for priced in (one.priced for one in found.values()):
+        seconds_of = np.where(priced.fits & priced.idle, priced.step_s, math.inf)
+        at = int(seconds_of.argmin())
+        if seconds_of[at] < least_s:
+            least_s, fastest = seconds_of[at], write_plan.as_alternative(priced, at)
+    return () if fastest is None else (fastest,)
 
 
 def _worth(found: Any) -> bool:
@@ -415,18 +433,24 @@ def _worth(found: Any) -> bool:
     return _first(best) > (False, False, float(priced.worth_s.min()))
 
 
-def _saves_time(question: Workload, pool: Pool) -> bool:
-    """Returns whether remat may save time, and not only memory.
+_FEW_OPERATORS = 512
+"""Programs of at most this many operators are priced under every remat policy: it takes
+about 0.1 s, and a plan with a pinned policy is then never predicted faster."""
 
-    This is so for scanned layers on accelerators. A scan copies what its body saves for
-    the backward pass into arrays of all layers, and copies it out again. Computing it
-    again may take less time than these copies: on one H100, steps of two transformers
-    with scanned layers took 11 % and 31 % less time with remat
-    (`experiments/gpu_plans.py`). CPU devices are left out, because such copies were not
-    measured there.
+
+def _prices_all(question: Workload, pool: Pool) -> bool:
+    """Returns whether remat is priced even if it can save only time, and not memory.
+
+    This is so for small programs (`_FEW_OPERATORS`), and for scanned layers on
+    accelerators. A scan copies what its body saves for the backward pass into arrays of
+    all layers, and copies it out again. Computing it again may take less time than
+    these copies: on one H100, steps of two transformers with scanned layers took 11 %
+    and 31 % less time with remat (`experiments/gpu_plans.py`). CPU devices are left
+    out, because such copies were not measured there.
     """
-    scans = any(operator.trips > 1 for operator in question.graph.operators)
-    return scans and backend(pool) != "cpu"
+    operators = question.graph.operators
+    scans = any(operator.trips > 1 for operator in operators)
+    return len(operators) <= _FEW_OPERATORS or (scans and backend(pool) != "cpu")
 
 
 def _first(one: RematVariant) -> tuple[bool, bool, float]:
@@ -511,9 +535,9 @@ def _priced(
 ) -> dict[Remat, RematVariant]:
     """Prices candidates under each remat policy of `order` in turn.
 
-    Stops as soon as another policy cannot give a better plan (`_worth`), unless remat
-    may save time (`_saves_time`). Prices only the candidates with the smallest batch,
-    which is rounded up least. Returns {} if `space` is empty.
+    Stops as soon as another policy cannot save memory that a better plan needs
+    (`_worth`), unless it may also save time (`_prices_all`). Prices only the candidates
+    with the smallest batch, which is rounded up least. Returns {} if `space` is empty.
     """
     if not len(space):
         return {}
@@ -522,7 +546,7 @@ def _priced(
     space = space.where(np.flatnonzero(exact))
     rates = Rates(Columns(pool, space))
     found: dict[Remat, RematVariant] = {}
-    every = _saves_time(question, pool)
+    every = _prices_all(question, pool)
     for remat in order:
         if not found or every or _worth(found.values()):
             asked = question if remat == "none" else question.rematerialized(remat)

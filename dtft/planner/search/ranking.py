@@ -39,7 +39,7 @@ class Priced:
     division: np.ndarray
     """Position in `divisions` of each candidate's division; int [candidates]."""
     idle: np.ndarray
-    """Whether a candidate has an axis that divides almost none (`search.NEARLY_NONE`)
+    """Whether a candidate has an axis that divides almost none (`NEARLY_NONE`)
     of the work of matmuls, convolutions and kernels, so that some devices repeat the
     work of others; bool [candidates]."""
     host: np.ndarray
@@ -69,6 +69,37 @@ class Priced:
             division=self.division[rows],
             idle=self.idle[rows],
             host=self.host[rows],
+        )
+
+    def preferring(self, other: "Priced", rows: np.ndarray) -> "Priced":
+        """Returns the candidates with the better of two divisions for each of some.
+
+        Args:
+            other: the same candidates with other divisions.
+            rows: the candidates that `other` has prices for; int [rows].
+        """
+        better = other.fits & (~self.fits | (other.worth_s < self.worth_s))
+        better |= ~other.fits & ~self.fits & self.idle & ~other.idle
+        taken = np.zeros(len(self.idle), bool)
+        taken[rows] = better[rows]
+
+        def either(one: np.ndarray, two: np.ndarray) -> np.ndarray:
+            return np.where(taken, two, one)
+
+        def each(
+            one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]
+        ) -> dict[str, np.ndarray]:
+            return {name: either(column, two[name]) for name, column in one.items()}
+
+        moved = other.division + len(self.divisions)
+        return replace(
+            self,
+            terms=each(self.terms, other.terms),
+            memory=each(self.memory, other.memory),
+            divisions=(*self.divisions, *other.divisions),
+            division=either(self.division, moved),
+            idle=either(self.idle, other.idle),
+            host=either(self.host, other.host),
         )
 
     @cached_property

@@ -19,14 +19,13 @@ import numpy as np
 
 from dtft.planner.cluster import Pool
 from dtft.planner.cost import added_s, launch_s
-from dtft.planner.ir import PRODUCTS, OpGroup, has_ragged_matmul
+from dtft.planner.ir import OpGroup, has_ragged_matmul
 from dtft.planner.memory import RESERVE, Timeline
 from dtft.planner.search import price_table
 from dtft.planner.search.memory_table import Peaks, Resting, offloaded
 from dtft.planner.search.pipeline import Staged
 from dtft.planner.search.price_table import (
     Columns,
-    PricedOp,
     Prices,
     Rates,
     Sums,
@@ -36,7 +35,7 @@ from dtft.planner.search.price_table import (
 from dtft.planner.search.ranking import MEMORY, TERMS, Priced, joined
 from dtft.planner.search.space import MemoryFloor, Space
 from dtft.planner.search.step_cost import Scales, StepCost, stack
-from dtft.planner.search.tensor_sharding import Chooser, candidates
+from dtft.planner.search.tensor_sharding import Chooser, busy_axes, candidates
 from dtft.planner.software import XLA
 from dtft.planner.spmd import (
     MICRO,
@@ -101,11 +100,6 @@ def sending_s(
     return found
 
 
-NEARLY_NONE = 0.01
-"""Least share of the operations of matmuls, convolutions and kernels that an axis must
-divide; candidates with an axis below this share count as idle."""
-
-
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
     """Makes the lower bound of the bytes that a workload's state takes on each device.
 
@@ -156,7 +150,33 @@ class PlanSearch:
                 with another remat policy. By default an empty cache.
         """
         prices = Prices(self.question, rates or Rates(Columns(self.pool, space)))
-        resting = Resting(prices)
+        resting, chooser = Resting(prices), self._chooser(prices, space)
+        of = prices.columns.of
+        first = self._priced_as(resting, space, self._layouts(of, *chooser.choose()))
+        rows = np.flatnonzero(first.idle & (space.columns["tensor"] > 1))
+        if not len(rows):
+            return first
+        # The least seconds may be those of an axis that divides nothing.
+        points = np.unique(of[rows])
+        divisions, which = chooser.choose_busy(points)
+        at = np.full(len(prices.columns), -1)
+        at[points] = which
+        layouts = self._layouts(of, divisions, at)
+        second = self._priced_as(resting, space, layouts)
+        return first.preferring(second, np.flatnonzero(at[of] >= 0))
+
+    def _priced_as(
+        self, resting: Resting, space: Space, layouts: Sequence[Part]
+    ) -> Priced:
+        """Computes time and memory of candidates under given divisions.
+
+        Args:
+            resting: bytes of the workload's arrays, for the meshes of the space.
+            space: the candidates.
+            layouts: divisions (which axes divide which dims), each with the indices of
+                its candidates. Other candidates get zero seconds and bytes.
+        """
+        prices = resting.prices
         terms = {name: np.zeros(len(space)) for name in TERMS}
         memory = {name: np.zeros(len(space)) for name in MEMORY}
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
@@ -164,8 +184,8 @@ class PlanSearch:
         which = np.zeros(len(space), np.int64)
         idle = np.zeros(len(space), bool)
         staged = self._staged(resting, space)
-        for layout, rows in self._layouts(prices, space):
-            busy = _busy(prices.priced_ops(layout))
+        for layout, rows in layouts:
+            busy = busy_axes(prices.priced_ops(layout))
             for axis in set(AXES) - busy - {"stage"}:
                 idle[rows] |= space.columns[axis][rows] > 1
             needs = self._memory(resting, layout, space, rows)
@@ -194,7 +214,6 @@ class PlanSearch:
             capacity=self.pool.device.memory_bytes,
         )
         if (space.columns["offload"] > 0).any() and self.pool.host_link is not None:
-            staged = self._staged(resting, space)
             on_stages = staged and staged.memory
             return offloaded(priced, resting, self.pool.host_link, on_stages)
         return priced
@@ -307,20 +326,23 @@ class PlanSearch:
             axes=axes, scatters=self.scatters, alias=question.alias, first=first
         )
 
-    def _layouts(
-        self, prices: Prices, space: Space
-    ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-        """Selects for each candidate the dims that `tensor` divides, by least seconds.
+    def _chooser(self, prices: Prices, space: Space) -> Chooser:
+        return Chooser(prices, self._base(space), "tensor", candidates(self.question))
 
-        Returns each distinct division (which axes divide which dims) with the indices
-        of its candidates.
+    def _layouts(
+        self, of: np.ndarray, found: Sequence[ShardingAssignment], which: np.ndarray
+    ) -> list[Part]:
+        """Returns the divisions of points, each with the indices of its candidates.
+
+        Args:
+            of: the point (mesh and number of microbatches) of each candidate.
+            found: divisions: which axes divide which dims.
+            which: the index of the division of each point; -1 for none.
         """
-        chooser = Chooser(prices, self._base(space), "tensor")
-        found, which = chooser.choose(candidates(self.question))
-        of = which[prices.columns.of]
         if self.question.software.splits_positions:
             found = [self._with_positions(one) for one in found]
-        return [(one, np.flatnonzero(of == n)) for n, one in enumerate(found)]
+        at = which[of]
+        return [(one, np.flatnonzero(at == n)) for n, one in enumerate(found)]
 
     def _with_positions(self, division: ShardingAssignment) -> ShardingAssignment:
         """Returns a division in which `tensor` divides positions (of tokens) too.
@@ -371,7 +393,8 @@ class PlanSearch:
         """
         prices, resting, staged = self._priced(space)
         costs, order = [], []
-        for layout, rows in self._layouts(prices, space):
+        chosen = self._chooser(prices, space).choose()
+        for layout, rows in self._layouts(prices.columns.of, *chosen):
             for division, part in _with_sums(resting, layout, space, rows):
                 costs.append(staged.cost(division, space, part))
                 order.append(part)
@@ -389,7 +412,8 @@ class PlanSearch:
         """
         prices, resting, staged = self._priced(space)
         memory = {name: np.zeros(len(space)) for name in MEMORY if name != "reserve"}
-        for layout, rows in self._layouts(prices, space):
+        chosen = self._chooser(prices, space).choose()
+        for layout, rows in self._layouts(prices.columns.of, *chosen):
             needs = self._memory(resting, layout, space, rows)
             if (space.columns["stage"][rows] > 1).any():
                 needs = staged.memory(space, rows, needs)
@@ -478,25 +502,6 @@ class PlanSearch:
             found[name] = np.where(zero >= least, divided, whole)
         found["batch"] = resting.num_bytes("batch", division, False).at(points)
         return found | self._peaks.of(division, columns, points, zero)
-
-
-def _busy(ways: Sequence[PricedOp]) -> set[str]:
-    """Returns the axes that divide at least `NEARLY_NONE` of the work of a program.
-
-    The work is the operations of matmuls, convolutions and kernels such as attention.
-    If the program has none of these, all operators count.
-
-    Args:
-        ways: the program's groups of operators, with their prices.
-    """
-    heavy = [way for way in ways if way.group.operator.kind in PRODUCTS] or ways
-    shares: dict[str, float] = {}
-    for way in heavy:
-        flops = way.group.operator.flops * way.group.times
-        for axis in way.work.divided_by:
-            shares[axis] = shares.get(axis, 0.0) + flops
-    least = NEARLY_NONE * sum(w.group.operator.flops * w.group.times for w in heavy)
-    return {axis for axis, flops in shares.items() if flops >= least}
 
 
 def _with_sums(

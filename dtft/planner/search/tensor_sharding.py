@@ -10,10 +10,11 @@ hidden behind computation. Equal layers share their variables.
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
+from dtft.planner.ir import PRODUCTS
 from dtft.planner.search.elimination import CostProblem, Factor
 from dtft.planner.search.price_table import Cases, PricedOp, Prices, Total
 from dtft.planner.search.solver import solve_each
@@ -57,61 +58,150 @@ def candidates(question: Workload) -> tuple[int, ...]:
     return tuple(found)
 
 
+NEARLY_NONE = 0.01
+"""Least share of the operations of matmuls, convolutions and kernels that an axis must
+divide; candidates with an axis below this share count as idle."""
+
+
+def busy_axes(ways: Sequence[PricedOp]) -> set[str]:
+    """Returns the axes that divide at least `NEARLY_NONE` of the work of a program.
+
+    The work is the operations of matmuls, convolutions and kernels such as attention.
+    If the program has none of these, all operators count.
+
+    Args:
+        ways: the program's groups of operators, with their prices.
+    """
+    heavy = _products(ways) or ways
+    shares: dict[str, float] = {}
+    for way in heavy:
+        for axis in way.work.divided_by:
+            shares[axis] = shares.get(axis, 0.0) + _flops(way)
+    least = NEARLY_NONE * sum(map(_flops, heavy))
+    return {axis for axis, flops in shares.items() if flops >= least}
+
+
+def _products(ways: Iterable[PricedOp]) -> list[PricedOp]:
+    return [way for way in ways if way.group.operator.kind in PRODUCTS]
+
+
+def _flops(way: PricedOp) -> float:
+    return way.group.operator.flops * way.group.times
+
+
 class Chooser:
     """Selects the dims of a program that one mesh axis divides, for each point.
 
     A point is a mesh and a number of microbatches.
     """
 
-    def __init__(self, prices: Prices, base: ShardingAssignment, axis: str) -> None:
-        """Keeps its arguments; `choose` selects the dims.
+    def __init__(
+        self, prices: Prices, base: ShardingAssignment, axis: str, dims: Sequence[int]
+    ) -> None:
+        """Prices the operators for each choice of dims.
 
         Args:
             prices: prices of the program's operators.
             base: dims that the other axes divide; `axis` does not divide these dims.
             axis: the axis whose dims are selected.
+            dims: dims that the axis may divide (`candidates`) if their sizes allow it.
         """
         self._prices, self._base, self._axis = prices, base, axis
+        self._costs_of = self._tables([dim for dim in dims if self._fits(dim)])
+        self._dims = sorted({dim for scope in self._costs_of for dim in scope})
+        self._alike = prices.columns.together(self._respects(self._costs_of))
 
-    def choose(
-        self, dims: Sequence[int]
-    ) -> tuple[list[ShardingAssignment], np.ndarray]:
+    def choose(self) -> tuple[list[ShardingAssignment], np.ndarray]:
         """Finds which dims the axis divides at each point, so that a step is fastest.
 
         A point is a mesh and a number of microbatches. The seconds of a step are those
         without overlap of collectives and computation.
 
-        Args:
-            dims: dims that the axis may divide (`candidates`) if their sizes allow it.
-
         Returns:
             The distinct divisions (which axes divide which dims), and the index of the
             division of each point; int [points].
         """
-        columns = self._prices.columns
-        tables = self._tables([dim for dim in dims if self._fits(dim)])
-        used = sorted({dim for scope in tables for dim in scope})
-        if not used:
-            return [self._base], np.zeros(len(columns), np.int64)
-        alike = columns.together(self._respects(tables))
-        number = {dim: 1 + place for place, dim in enumerate(used)}
-        factors = [self._possible(dim, number[dim], alike) for dim in used]
+        if not self._dims:
+            return [self._base], np.zeros(len(self._prices.columns), np.int64)
+        found = solve_each(self._problem, given=0, deadline_s=DEADLINE_S)
+        divisions, which = self._divisions(found)
+        return divisions, which[self._alike.of]
+
+    def choose_busy(
+        self, points: np.ndarray
+    ) -> tuple[list[ShardingAssignment], np.ndarray]:
+        """As `choose`, but of the divisions in which the axis is not idle.
+
+        The axis then divides the dims of at least `NEARLY_NONE` of the work.
+
+        Args:
+            points: indices of the points to choose for.
+
+        Returns:
+            The distinct divisions, and the index of the division of each point, int
+            [points given]; -1 if the axis can divide no such dim.
+        """
+        heavy, missing = self._heavy, np.full(len(points), -1)
+        if not heavy:
+            return [], missing
+        cases = self._alike.of[points]
+        possible = [self._possible_at(self._dims[at - 1], self._alike) for at in heavy]
+        kept = np.unique(cases[np.any(possible, axis=0)[cases]])
+        if not len(kept):
+            return [], missing
+        every = (np.arange(size) for size in self._problem.sizes[1:])
+        problem = _with_any(self._problem.restricted([kept, *every]), heavy)
+        found = solve_each(problem, given=0, deadline_s=DEADLINE_S)
+        divisions, which = self._divisions(found)
+        at = np.minimum(np.searchsorted(kept, cases), len(kept) - 1)
+        return divisions, np.where(kept[at] == cases, which[at], missing)
+
+    @cached_property
+    def _problem(self) -> CostProblem:
+        """The cost problem: variable 0 is the case, the others are the dims."""
+        number = {dim: 1 + place for place, dim in enumerate(self._dims)}
+        factors = [self._possible(dim, number[dim], self._alike) for dim in self._dims]
         factors += [
             Factor(
                 variables=(0, *(number[dim] for dim in scope)),
-                costs=np.moveaxis(_costs(choices, alike), -1, 0),
+                costs=np.moveaxis(_costs(choices, self._alike), -1, 0),
             )
-            for scope, choices in tables.items()
+            for scope, choices in self._costs_of.items()
         ]
-        sizes = (len(alike.first), *(2,) * len(used))
-        problem = CostProblem(sizes=sizes, factors=tuple(factors))
-        found = solve_each(problem, given=0, deadline_s=DEADLINE_S)[:, 1:]
-        rows, which = np.unique(found, axis=0, return_inverse=True)
+        sizes = (len(self._alike.first), *(2,) * len(self._dims))
+        return CostProblem(sizes=sizes, factors=tuple(factors))
+
+    @cached_property
+    def _heavy(self) -> list[int]:
+        """The variables of the dims that have at least `NEARLY_NONE` of the work."""
+        divided = dict.fromkeys(self._dims, 0.0)
+        for scope, choices in self._costs_of.items():
+            for place, dim in enumerate(scope):
+                alone = tuple(int(other == place) for other in range(len(scope)))
+                divided[dim] += sum(
+                    _flops(way)
+                    for way in _products(choices[alone])
+                    if self._axis in way.work.divided_by
+                )
+        ways = _products(self._prices.priced_ops(self._base))
+        least = NEARLY_NONE * sum(map(_flops, ways))
+        return [n for n, dim in enumerate(self._dims, 1) if divided[dim] >= least]
+
+    def _divisions(
+        self, found: np.ndarray
+    ) -> tuple[list[ShardingAssignment], np.ndarray]:
+        """Returns the distinct divisions of solutions, and the index of each one's.
+
+        Args:
+            found: values of the problem's variables; int [solutions, variables].
+        """
+        chosen = found[:, 1 : 1 + len(self._dims)]
+        rows, which = np.unique(chosen, axis=0, return_inverse=True)
         divisions = [
-            self._with([dim for dim, on in zip(used, row, strict=True) if on])
+            self._with([dim for dim, on in zip(self._dims, row, strict=True) if on])
             for row in rows
         ]
-        return divisions, which.ravel()[alike.of]
+        return divisions, which.ravel()
 
     def _tables(self, free: Sequence[int]) -> Tables:
         """Prices the operators for each choice of dims that the axis divides.
@@ -173,16 +263,45 @@ class Chooser:
             variable: the dim's variable in the cost problem.
             alike: the points, as cases of equal costs; variable 0 selects the case.
         """
+        fits = self._possible_at(dim, alike)
+        costs = np.where(np.stack([fits | True, fits], axis=1), 0.0, np.inf)
+        return Factor(variables=(0, variable), costs=costs)
+
+    def _possible_at(self, dim: int, alike: Cases) -> np.ndarray:
+        """Returns whether the axis can divide a dim; bool [cases].
+
+        False where the axis has size one.
+        """
         parts = alike.sizes[self._axis]
         fits = parts > 1
         for size in self._prices.question.graph.dims[dim].sizes:
             fits = fits & (size % parts == 0)
-        costs = np.where(np.stack([fits | True, fits], axis=1), 0.0, np.inf)
-        return Factor(variables=(0, variable), costs=costs)
+        return fits
 
     def _with(self, dims: Iterable[int]) -> ShardingAssignment:
         axes = {**self._base.axes, **dict.fromkeys(dims, (self._axis,))}
         return replace(self._base, axes=axes)
+
+
+def _with_any(problem: CostProblem, variables: Sequence[int]) -> CostProblem:
+    """Returns a problem in which at least one of some variables with 2 values is 1.
+
+    A chain of new variables says whether any variable up to a place is 1. Factors over
+    two or three variables keep the tables of an elimination small.
+
+    Args:
+        problem: the problem.
+        variables: one or more of its variables.
+    """
+    any_so_far, factors, sizes = variables[0], list(problem.factors), problem.sizes
+    for variable in variables[1:]:
+        before, one, after = np.indices((2, 2, 2))
+        costs = np.where(after == before | one, 0.0, np.inf)
+        scope = (any_so_far, variable, len(sizes))
+        factors.append(Factor(variables=scope, costs=costs))
+        any_so_far, sizes = len(sizes), (*sizes, 2)
+    factors.append(Factor(variables=(any_so_far,), costs=np.array([np.inf, 0.0])))
+    return CostProblem(sizes=sizes, factors=tuple(factors))
 
 
 def _costs(

@@ -416,10 +416,11 @@ def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
     shown[:num_ranked] = True
     if not priced.idle[ranking[0]]:
         shown &= ~priced.idle[ranking]
-    return tuple(_alternative(priced, int(at)) for at in ranking[shown])
+    return tuple(as_alternative(priced, int(at)) for at in ranking[shown])
 
 
-def _alternative(priced: Priced, at: int) -> Alternative:
+def as_alternative(priced: Priced, at: int) -> Alternative:
+    """Writes the candidate at an index as an alternative."""
     candidate = priced.space[at]
     mesh: Mapping[str, int] = {a: n for a, n in candidate.mesh.items() if n > 1}
     return Alternative(

@@ -33,7 +33,11 @@ from dtft.planner.types import Remat
 from tests.support import reading
 from tests.support.deciding_zoo import decision, mlp
 
-PINS = {"best": {}, "mixed": {"tensor": 2, "fsdp": 4}, "replica": {"replica": 8}}
+PINS = {
+    "best": {},
+    "mixed": {"tensor": 2, "fsdp": 4, "order": ("tensor", "fsdp")},
+    "replica": {"replica": 8},
+}
 
 
 def named(name: str) -> Plan:

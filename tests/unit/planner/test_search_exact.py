@@ -182,7 +182,10 @@ class Everything:
         return replace(self.base, axes=axes)
 
     def best(self, mesh: Mapping[str, int], parts: int) -> list[frozenset[int]]:
-        """The sets of dims of least cost: several where they cost the same."""
+        """The sets of dims of least cost: several where they cost the same.
+
+        If all of them leave `tensor` idle, also the cheapest that do not.
+        """
         tensor = mesh.get("tensor", 1)
         known = self.graph.dims
         dims = [d for d in self.dims if tensor > 1 and known[d].divisible_by(tensor)]
@@ -192,8 +195,15 @@ class Everything:
             for length in range(len(dims) + 1)
             for some in itertools.combinations(dims, length)
         }
-        least = min(totals.values())
-        return [some for some, cost in totals.items() if cost <= least * (1 + CLOSE)]
+        found = cheapest(totals)
+        if tensor > 1 and not any(map(self.divides, found)):
+            found += cheapest({k: v for k, v in totals.items() if self.divides(k)})
+        return found
+
+    def divides(self, chosen: frozenset[int]) -> bool:
+        """Whether `tensor` divides a matmul; after `alone`."""
+        groups = enumerate(self._here)
+        return any("tensor" in self._divides[n, chosen & here] for n, here in groups)
 
     def alone(
         self, chosen: frozenset[int], mesh: Mapping[str, int], parts: int
@@ -350,6 +360,11 @@ class Everything:
         return there + float(highest.activations[0]) + float(highest.gradients[0])
 
 
+def cheapest(totals: Mapping[frozenset[int], float]) -> list[frozenset[int]]:
+    least = min(totals.values(), default=0.0)
+    return [some for some, cost in totals.items() if cost <= least * (1 + CLOSE)]
+
+
 def real(axes: tuple[str, ...], mesh: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if mesh.get(axis, 1) > 1)
 
@@ -390,21 +405,12 @@ def test_the_search_finds_what_trying_everything_finds(seed: int) -> None:
         pool = Cluster.parse(str(name)).uniform
         everything = Everything(question, pool, scatters=(seed + number) % 2 > 0)
         sizes = sorted({point.num_bytes for point in everything.points})
-        unpruned = searched(everything, pool, pruned=False)
         for place, share in enumerate(np.linspace(0.0, 1.0, 10)):
             room = sizes[round(share * (len(sizes) - 1))] * (1 + CLOSE)
             small = with_memory(pool, room)
-            check(everything, small_too(unpruned, small), room)
+            check(everything, searched(everything, small, pruned=False), room)
             if place % 2 == number:  # one pool the least room, the other all of it
                 check(everything, searched(everything, small, pruned=True), room)
-
-
-def small_too(priced: Priced, pool: Pool) -> Priced:
-    """The same candidates on devices with less memory: only what fits changes."""
-    capacity = pool.device.memory_bytes
-    reserve = np.full(len(priced.space), RESERVE * capacity)
-    memory = {**priced.memory, "reserve": reserve}
-    return replace(priced, memory=memory, capacity=capacity)
 
 
 def check(everything: Everything, priced: Priced, room: float) -> None:
@@ -416,7 +422,8 @@ def check(everything: Everything, priced: Priced, room: float) -> None:
     """
     alike: dict[object, list[Point]] = defaultdict(list)
     for point in everything.points:
-        alike[tuple(point.mesh.items()), point.zero, point.microbatches].append(point)
+        key = tuple(point.mesh.items()), point.zero, point.microbatches
+        alike[*key, point.idle].append(point)
     fitting = [point for point in everything.points if point.num_bytes <= room]
     at = int(priced.ranking[0])
     unlucky = surely(alike, room)
@@ -426,8 +433,8 @@ def check(everything: Everything, priced: Priced, room: float) -> None:
         assert lucky * (1 - CLOSE) <= priced.worth_s[at] <= unlucky * (1 + CLOSE)
         candidate = priced.space[at]
         key = tuple(candidate.mesh.items()), candidate.knobs.zero
-        same = alike[*key, candidate.knobs.microbatches]
-        seconds = [point.seconds for point in same]
+        key = *key, candidate.knobs.microbatches, bool(priced.idle[at])
+        seconds = [point.seconds for point in alike[key]]
         assert np.isclose(priced.step_s[at], seconds, rtol=CLOSE).any()
 
 

@@ -100,9 +100,9 @@ def test_what_does_not_fit_says_by_how_many_bytes() -> None:
 
 
 def test_what_does_not_divide_names_the_numbers() -> None:
-    text = why_not(decision(), tensor=3)
-    assert "tensor=3 is not possible" in text
-    assert "3 does not divide 8 devices" in text
+    text = why_not(decision(), tensor=7)
+    assert "tensor=7 is not possible" in text
+    assert "7 does not divide 8 devices" in text
 
 
 def test_what_the_plan_has_is_not_searched_again() -> None:
