@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.planner.ir.flops import ATTENTION, COUNTED, MMA_SYNC, register_kernel
+    from dtft.planner.ir.flops import (
+        ATTENTION,
+        COUNTED,
+        MMA_SYNC,
+        RUNS_ON,
+        register_kernel,
+    )
     from dtft.planner.ir.fusion import (
         CHEAP,
         PRODUCTS,
@@ -74,6 +80,7 @@ _PUBLIC = {
     "Part": "layers",
     "RELABELS": "fusion",
     "REMAT": "jaxprs",
+    "RUNS_ON": "flops",
     "ReadPoint": "read_order",
     "Value": "graph",
     "bodies": "jaxprs",
@@ -119,6 +126,7 @@ __all__ = [
     "Part",
     "RELABELS",
     "REMAT",
+    "RUNS_ON",
     "ReadPoint",
     "Value",
     "bodies",

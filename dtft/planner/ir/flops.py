@@ -17,7 +17,7 @@ other kernels. A primitive without a rule is `opaque`: only its bytes are known.
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from dtft.planner.ir.graph import OperatorKind
@@ -150,6 +150,8 @@ def register_kernel(
     dims: str = "",
     whole: str = "",
     mma_sync: bool = False,
+    platforms: Collection[str] = (),
+    needs_dtype: str = "",
 ) -> None:
     """Registers the operation count of a kernel that XLA does not make.
 
@@ -174,10 +176,15 @@ def register_kernel(
         mma_sync: whether the kernel multiplies with `mma.sync`, the instruction of
             NVIDIA's Ampere GPUs, on newer GPUs too. FlashAttention 1 and 2 do. Such a
             kernel is slower by the device's `Efficiency.mma_sync`.
+        platforms: platforms on whose devices the kernel runs, of `PLATFORMS`; `()` if
+            it runs on all or this is unknown. On devices of others it is priced all the
+            same, and `plan.lints()` says that it does not run there.
+        needs_dtype: a dtype that devices must have a peak for to run the kernel, such
+            as `bfloat16` for kernels of NVIDIA's GPUs since Ampere; '' for none.
 
     Raises:
         ValueError: the planner has a rule for the name; or `dims` has no arrow, or
-            `whole` has a letter that no operand has.
+            `whole` has a letter that no operand has; or a platform is unknown.
 
     >>> register_kernel("my_sum", lambda operands, results, params: 7)
     >>> count("ffi_call", (), (), {"target_name": "my_sum"})
@@ -188,8 +195,16 @@ def register_kernel(
             f"name={name!r} has a rule in the planner already. Register the name of a "
             "kernel: an ffi_call's target, a pallas_call's name, or your primitive's."
         )
+    if unknown := sorted(set(platforms) - PLATFORMS):
+        raise ValueError(
+            f"platforms={tuple(platforms)!r} of kernel {name!r}: {unknown[0]!r} is no "
+            f"platform. Allowed: {', '.join(sorted(PLATFORMS))}, in a tuple."
+        )
     KERNEL_DIMS.pop(name, None)
     MMA_SYNC.discard(name)
+    RUNS_ON.pop(name, None)
+    if platforms or needs_dtype:
+        RUNS_ON[name] = RunsOn(frozenset(platforms), needs_dtype, f"the kernel {name}")
     if mma_sync:
         MMA_SYNC.add(name)
     if dims or whole:
@@ -205,6 +220,27 @@ def register_kernel(
             operands.split(","), results.split(","), (read - written) | set(whole)
         )
     _KERNELS[name] = flops
+
+
+PLATFORMS = frozenset(("cpu", "cuda", "rocm", "tpu"))
+"""Platforms that a kernel can be registered for."""
+
+
+class RunsOn(NamedTuple):
+    """The devices on which a kernel runs."""
+
+    platforms: frozenset[str]
+    """Their platforms; empty for all."""
+    dtype: str
+    """A dtype that they have a peak for; '' for any."""
+    words: str
+    """What the kernel is, in words."""
+    instead: str = "another implementation on this device"
+    """What to use on other devices, in words."""
+
+    def __str__(self) -> str:
+        where = " and ".join(sorted(self.platforms)) or "all"
+        return f"{where} devices" + f" that compute in {self.dtype}" * bool(self.dtype)
 
 
 class KernelDims(NamedTuple):
@@ -469,6 +505,19 @@ _RULES: dict[str, tuple[OperatorKind, Count]] = {
 
 _KERNELS: dict[str, Count] = {}
 """Rules of `register_kernel`."""
+
+RUNS_ON: dict[str, RunsOn] = dict.fromkeys(
+    ATTENTION,
+    # NVIDIA's GPUs compute in bfloat16 since compute capability 8.0, which JAX requires
+    # of this kernel.
+    RunsOn(
+        platforms=frozenset(("cuda",)),
+        dtype="bfloat16",
+        words="cuDNN's attention (compute capability 8.0 or higher)",
+        instead="jax.nn.dot_product_attention with implementation='xla'",
+    ),
+)
+"""Map from the name of a kernel to the devices on which it runs, if known."""
 
 COUNTED = frozenset(_RULES)
 """Primitives that have a rule."""

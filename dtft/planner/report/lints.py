@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dtft.planner import wording
-from dtft.planner.cluster import Cluster, ProductRate
+from dtft.planner.cluster import Cluster, DeviceType, ProductRate
 from dtft.planner.cost import matmul_s, runs, shape_factor
 from dtft.planner.ir import (
+    ATTENTION,
     CHEAP,
     PRODUCTS,
+    RUNS_ON,
     Dim,
     Graph,
     OpGroup,
@@ -234,6 +236,7 @@ class Lint:
         "ragged",
         "precision",
         "unpriced",
+        "unsupported",
     ]
     text: str
     cost_s: float = 0.0
@@ -248,11 +251,13 @@ class Lint:
 def find_lints(decision: Decision) -> tuple[Lint, ...]:
     """Lists all findings without duplicates, the most serious kind first.
 
-    The order is: repeated work, batches, attention scores in memory, ragged matmuls
-    that XLA multiplies out, dtypes without a known peak, matmul sizes, indivisible
-    dims, replicated arrays, and operators without a cost rule.
+    The order is: kernels that do not run on the devices, repeated work, batches,
+    attention scores in memory, ragged matmuls that XLA multiplies out, dtypes without a
+    known peak, matmul sizes, indivisible dims, replicated arrays, and operators without
+    a cost rule.
     """
     found = (
+        *kernels(decision),
         *repeated(decision.plan),
         *batch(decision),
         *attention(decision),
@@ -360,8 +365,7 @@ def _product(
 # ----------------------------------------------------------------- attention
 
 
-_FUSED_ATTENTION = {"cuda": "jax.nn.dot_product_attention with implementation='cudnn'"}
-"""Map from a platform to a kernel of attention that JAX has for it."""
+_CUDNN = "jax.nn.dot_product_attention with implementation='cudnn'"
 
 
 def attention(decision: Decision) -> tuple[Lint, ...]:
@@ -373,7 +377,7 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
     question, device = decision.question, decision.cluster.uniform.device
     if device.platform == "cpu":
         return ()
-    kernel = _FUSED_ATTENTION.get(device.platform, "one of Pallas")
+    kernel = _CUDNN if _runs(ATTENTION[0], device) else "one of Pallas"
     cost_s: dict[tuple[int, ...], float] = defaultdict(float)
     found = attention_scores(question)
     for group, done, sizes in _works(decision):
@@ -430,6 +434,33 @@ def ragged(decision: Decision) -> tuple[Lint, ...]:
         "those of its own experts"
     )
     return (Lint(kind="ragged", text=text, cost_s=cost_s),)
+
+
+# ----------------------------------------------------------------- kernels
+
+
+def kernels(decision: Decision) -> tuple[Lint, ...]:
+    """Finds custom kernels that do not run on the devices that they are priced on."""
+    question, device = decision.question, decision.cluster.uniform.device
+    names = dict.fromkeys(group.operator.primitive for group in question.groups)
+    rules = dict.fromkeys(RUNS_ON[name] for name in names if not _runs(name, device))
+    return tuple(
+        Lint(
+            kind="unsupported",
+            text=f"{rule.words} does not run on {device.name}, but is priced as if it "
+            f"did: it runs on {rule}. Take {rule.instead}, or plan for other devices",
+        )
+        for rule in rules
+    )
+
+
+def _runs(kernel: str, device: DeviceType) -> bool:
+    """Returns whether an operator runs on a device, as far as this is known."""
+    rule = RUNS_ON.get(kernel)
+    if rule is None:
+        return True
+    listed = not rule.dtype or device.rate(rule.dtype).listed
+    return listed and (not rule.platforms or device.platform in rule.platforms)
 
 
 # ----------------------------------------------------------------- precision

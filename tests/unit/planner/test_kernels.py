@@ -319,6 +319,63 @@ def test_lints_name_what_has_no_rule() -> None:
     assert "register_kernel('doubling', flops)" in lint.text
 
 
+def kernel_lints(plan: dtft.Plan) -> list[str]:
+    return [one.text for one in plan.lints() if one.kind == "unsupported"]
+
+
+@pytest.mark.parametrize("cluster", ["1xv100", "1xt4", "1xcpu", "1xtpu-v5e"])
+def test_lints_name_attention_of_cudnn_where_it_does_not_run(cluster: str) -> None:
+    (text,) = kernel_lints(planned("cudnn", cluster=cluster, remat="none"))
+    assert f"does not run on {cluster[2:]}" in text
+    assert "compute capability 8.0" in text and "implementation='xla'" in text
+    assert not kernel_lints(planned("xla", cluster=cluster, remat="none"))
+
+
+@pytest.mark.parametrize("cluster", ["1xa100", "1xh100", "1xb200"])
+def test_attention_of_cudnn_runs_since_ampere(cluster: str) -> None:
+    assert not kernel_lints(planned("cudnn", cluster=cluster, remat="none"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "runs", "fails"),
+    [
+        ({"platforms": ("tpu",)}, "1xtpu-v4", "1xh100"),
+        ({"platforms": ("cuda", "tpu")}, "1xv100", "1xcpu"),
+        ({"needs_dtype": "float8_e4m3fn"}, "1xh100", "1xa100"),
+    ],
+)
+def test_a_registered_kernel_says_on_which_devices_it_runs(
+    registry: None, rule: dict[str, Any], runs: str, fails: str
+) -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        read = doubled(None)(batch["x"])
+        return (params["w"] * read).astype(jnp.float32).sum()
+
+    def texts(cluster: str) -> list[str]:
+        matrix = array(8, 128)
+        return kernel_lints(
+            dtft.plan(
+                loss=loss,
+                optimizer=optax.sgd(0.1),
+                params={"w": matrix},
+                batch={"x": matrix},
+                cluster=cluster,
+            )
+        )
+
+    register_kernel("doubling", lambda *_: 1.0, **rule)
+    assert not texts(runs)
+    (text,) = texts(fails)
+    assert f"the kernel doubling does not run on {fails[2:]}" in text
+    register_kernel("doubling", lambda *_: 1.0)
+    assert not texts(fails)
+
+
+def test_a_platform_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="'gpu' is no platform. Allowed: cpu, cuda"):
+        register_kernel("anything", lambda *_: 1.0, platforms=("gpu",))
+
+
 def test_lints_name_loops_of_unknown_length() -> None:
     def loss(params: Any, batch: Any) -> jax.Array:
         def going(x: jax.Array) -> jax.Array:
