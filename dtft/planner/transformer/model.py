@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dtft.planner.ir import item_bits
 from dtft.planner.software import EAGER, MEGATRON, XLA, Software, SoftwareName
 
 Recompute = Literal["full", "selective", "none"]
@@ -11,9 +12,9 @@ attention core, or none."""
 
 RECOMPUTE: tuple[Recompute, ...] = ("full", "selective", "none")
 
-Dtype = Literal["float16", "bfloat16", "float8_e4m3fn"]
-"""Dtype of the matmuls of a layer's weights. With float8 all else (attention, logits,
-activations, memory) is bfloat16."""
+Dtype = Literal["float16", "bfloat16", "float8_e4m3fn", "float4_e2m1fn", "int8"]
+"""Dtype of the matmuls of a layer's weights. If it is narrower than 16 bits, all else
+(attention, logits, activations, memory) is bfloat16."""
 ITEM_BYTES = 2
 """Bytes of one activation, weight or gradient in fp16 or bf16."""
 
@@ -178,9 +179,9 @@ class ParallelLayout:
     def rest_dtype(self) -> Dtype:
         """Dtype of matmuls without a layer's weights, such as attention and logits.
 
-        bfloat16 if `dtype` is float8, else `dtype`.
+        bfloat16 if `dtype` is narrower than 16 bits, else `dtype`.
         """
-        return "bfloat16" if self.dtype.startswith("float8") else self.dtype
+        return self.dtype if item_bits(self.dtype) == 16 else "bfloat16"
 
     @property
     def gpus(self) -> int:

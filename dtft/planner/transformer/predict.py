@@ -380,17 +380,17 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
 
 
 def check_dtype(row: Row, device: DeviceType) -> None:
-    """Checks that a device has a peak for float8, if a row's matmuls are in float8.
+    """Checks that a device has a peak for the dtype of a row, if it is below 16 bits.
 
     Other dtypes need no peak: programs compute them in a wider dtype, and so does the
     prediction (`RowPrediction.unlisted`).
 
     Raises:
-        ValueError: the device has no peak for float8; the message names the row.
+        ValueError: the device has no peak for the dtype; the message names the row.
     """
     dtype = row.layout.dtype
-    if dtype.startswith("float8") and not device.rate(dtype).listed:
-        others = [name for name in DTYPES.values() if not name.startswith("float8")]
+    if dtype != row.layout.rest_dtype and not device.rate(dtype).listed:
+        others = [name for name in DTYPES.values() if name != dtype]
         listed = [n for n in dict.fromkeys(others) if device.rate(n).listed]
         raise ValueError(
             f"{row.where}, column dtype: {dtype}, but {device.name} has no known peak "

@@ -237,24 +237,55 @@ def linear(spec: str, bias_dims: int, narrow: Any) -> Function:
             result.
         narrow: the dtype of the matmuls' operands.
     """
-    left, rest = spec.split(",")
-    right, made = rest.split("->")
-
-    def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-        operands = x.astype(narrow), w.astype(narrow)
-        return jnp.einsum(spec, *operands, preferred_element_type=x.dtype)
 
     def forward(x: jax.Array, w: jax.Array, b: jax.Array) -> Any:
         del b
-        return product(spec, x, w), (x, w)
+        return _product(spec, x, w, narrow), (x, w)
 
     def backward(kept: Any, dy: jax.Array) -> Any:
-        x, w = kept
-        dx = product(f"{made},{right}->{left}", dy, w)
-        dw = product(f"{left},{made}->{right}", x, dy)
-        return dx, dw, jnp.sum(dy, tuple(range(dy.ndim - bias_dims)))
+        bias = jnp.sum(dy, tuple(range(dy.ndim - bias_dims)))
+        return *_product_back(spec, narrow, kept, dy), bias
 
     return _differentiable(forward, backward)
+
+
+def product(spec: str, narrow: Any) -> Function:
+    """Returns a function of an input and a weight: a matmul.
+
+    Args:
+        spec: spec of the matmul, as for `jnp.einsum`.
+        narrow: the dtype of the matmuls' operands.
+    """
+    multiply = functools.partial(_product, spec, narrow=narrow)
+    if not jnp.issubdtype(narrow, jnp.integer):
+        return multiply
+    # JAX differentiates no function of integers.
+    return _differentiable(
+        lambda x, w: (multiply(x, w), (x, w)),
+        functools.partial(_product_back, spec, narrow),
+    )
+
+
+def _product(spec: str, x: jax.Array, w: jax.Array, narrow: Any) -> jax.Array:
+    """Multiplies in the dtype `narrow`; the result has the dtype of `x`.
+
+    Integers are summed in 32 bits, as JAX requires.
+    """
+    operands = x.astype(narrow), w.astype(narrow)
+    if not jnp.issubdtype(narrow, jnp.integer):
+        return jnp.einsum(spec, *operands, preferred_element_type=x.dtype)
+    sums = jnp.einsum(spec, *operands, preferred_element_type=jnp.int32)
+    return sums.astype(x.dtype)
+
+
+def _product_back(spec: str, narrow: Any, kept: Any, dy: jax.Array) -> Any:
+    """Returns the gradients of the operands of `_product`, which are `kept`."""
+    left, rest = spec.split(",")
+    right, made = rest.split("->")
+    x, w = kept
+    dx = _product(f"{made},{right}->{left}", dy, w, narrow)
+    dw = _product(f"{left},{made}->{right}", x, dy, narrow)
+    return dx, dw
 
 
 def _grouped_forward(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -468,16 +499,15 @@ def loss_of(shape: Shape, layout: ParallelLayout) -> Function:
         "up": ("btd,df->btf", 1), "gated_up": ("btd,dcf->btcf", 2),
         "down": ("btf,fd->btd", 1),
     }  # fmt: skip
-    products = {name: linear(*spec, layout.dtype) for name, spec in specs.items()}
+    linears = {name: linear(*spec, layout.dtype) for name, spec in specs.items()}
     dispatch, combine = _experts(shape)
 
     def layer(x_BTD: jax.Array, params: Any) -> jax.Array:
-        def product(name: str, x: jax.Array) -> jax.Array:
-            return products[name](x, params[name], params[f"{name}_bias"])
+        def project(name: str, x: jax.Array) -> jax.Array:
+            return linears[name](x, params[name], params[f"{name}_bias"])
 
         def of_experts(name: str, spec: str, x: jax.Array) -> jax.Array:
-            operands = x.astype(layout.dtype), params[name].astype(layout.dtype)
-            return jnp.einsum(spec, *operands, preferred_element_type=x.dtype)
+            return product(spec, layout.dtype)(x, params[name])
 
         def activated(y: jax.Array) -> jax.Array:
             if not shape.gated:
@@ -486,17 +516,17 @@ def loss_of(shape: Shape, layout: ParallelLayout) -> Function:
 
         y = run.norm(x_BTD)
         if "qkv" in params:
-            qkv_BTCNH = product("qkv", y)
-            mixed = product("out", attend(*(qkv_BTCNH[:, :, at] for at in range(3))))
+            qkv_BTCNH = project("qkv", y)
+            mixed = project("out", attend(*(qkv_BTCNH[:, :, at] for at in range(3))))
         else:
-            y = product("grouped_qkv", y)
+            y = project("grouped_qkv", y)
             mixed = attend(y[..., :-2, :], y[..., -2, :], y[..., -1, :])
-            mixed = product("grouped_out", mixed)
+            mixed = project("grouped_out", mixed)
         x_BTD = run.add(mixed, x_BTD)
         y = run.norm(x_BTD)
         if shape.experts == 1:
-            y = activated(product("gated_up" if shape.gated else "up", y))
-            return run.add(product("down", y), x_BTD)
+            y = activated(project("gated_up" if shape.gated else "up", y))
+            return run.add(project("down", y), x_BTD)
         logits_BTE = jnp.einsum("btd,de->bte", y, params["router"])
         shares_BTE = jax.nn.softmax(logits_BTE)
         spec = "ebpd,edcf->ebpcf" if shape.gated else "ebpd,edf->ebpf"

@@ -45,6 +45,7 @@ begin with `measured_` or `predicted_` are allowed too, and change no prediction
 DTYPES: Mapping[str, Dtype] = {
     "float16": "float16", "fp16": "float16", "bfloat16": "bfloat16",
     "bf16": "bfloat16", "float8": "float8_e4m3fn", "fp8": "float8_e4m3fn",
+    "float4": "float4_e2m1fn", "fp4": "float4_e2m1fn", "int8": "int8",
 }  # fmt: skip
 """Map from a cell of the column `dtype` to the dtype of the matmuls of layers."""
 

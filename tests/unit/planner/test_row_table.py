@@ -299,7 +299,28 @@ def test_a_dtype_of_8_bits_needs_a_device_that_multiplies_it(
     assert allowed in allowed_text and "Change dtype, or the cluster" in said
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8", "half", "8"])
+@pytest.mark.parametrize(
+    ("cluster", "dtype", "wider"),
+    [("h100", "int8", "bf16"), ("tpu-v5e", "int8", "bf16"), ("b200", "fp4", "fp8")],
+)
+@pytest.mark.parametrize("experts", ["", "4"])
+def test_every_dtype_with_a_peak_is_priced_by_it(
+    cluster: str, dtype: str, wider: str, experts: str
+) -> None:
+    text = f"{HEADER},dtype,experts\n{ROW},{dtype},{experts}\n{ROW},{wider},{experts}\n"
+    _, (narrow, wide) = predict_table(text, cluster)
+    assert narrow.terms["matmul"] < 0.9 * wide.terms["matmul"]
+    assert not narrow.unlisted
+
+
+@pytest.mark.parametrize(("cluster", "dtype"), [("h100", "fp4"), ("v100", "int8")])
+def test_a_dtype_without_a_peak_names_the_device(cluster: str, dtype: str) -> None:
+    said = f"column dtype: .*, but {cluster} has no known peak for it"
+    with pytest.raises(ValueError, match=said):
+        dtyped(dtype, cluster)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int4", "half", "8"])
 def test_a_dtype_that_is_not_known_names_row_value_and_what_is_allowed(
     dtype: str,
 ) -> None:
