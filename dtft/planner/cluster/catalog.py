@@ -838,7 +838,8 @@ def unknown(
     """Raises a ValueError that says that a name is not in the catalog.
 
     The message lists the known names, and suggests the most similar of the names `near`
-    if there is one. If the unknown name tells its platform, such as `cuda`, names of
+    if there is one. For a word such as `tpu`, it suggests all devices that it stands
+    for. If the unknown name tells its platform, such as `cuda`, names of
     another platform are not suggested.
 
     Args:
@@ -851,12 +852,21 @@ def unknown(
     fitting = [n for n in near if platform is None or _platform(n) in (platform, None)]
     close = difflib.get_close_matches(plain, fitting, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]!r}?" if close else ""
+    if plain in _FAMILIES:
+        members = sorted(n for n in known if _platform(n) in _FAMILIES[plain])
+        hint = f" It is a family of devices. Name one: {', '.join(members)}."
     raise ValueError(
         f"{what} {name!r} is not in the catalog.{hint} Known: "
         f"{', '.join(sorted(known))}. Others: describe them in a file "
         "(`dtft.planner.cluster.topology`) and give its path."
     )
 
+
+_FAMILIES: Mapping[str, tuple[Platform, ...]] = {
+    "tpu": ("tpu",), "google": ("tpu",), "gpu": ("cuda", "rocm"), "nvidia": ("cuda",),
+    "cuda": ("cuda",), "amd": ("rocm",), "rocm": ("rocm",), "instinct": ("rocm",),
+}  # fmt: skip
+"""Map from a word for many devices to their platforms."""
 
 _SERIES: tuple[tuple[str, Platform], ...] = (
     (r"(amd-|instinct-|radeon-)*(mi|rx-?|gfx)\d", "rocm"),

@@ -22,6 +22,7 @@ from dtft.planner import serialization
 from dtft.planner.cluster import catalog
 from dtft.planner.cluster.catalog import (
     DEVICES,
+    MACHINES,
     Machine,
     canonical_name,
     link,
@@ -291,9 +292,12 @@ def parse_pool(text: str) -> Pool:
             12 devices on hosts of 8).
     """
     sizes, name = _split(text)
+    if canonical_name(name) not in MACHINES and (meant := _respelled(text)):
+        raise ValueError(
+            f"cluster {text!r} cannot be read. Did you mean {meant!r}? Allowed: "
+            f"{_FORM}, without spaces, counts first."
+        )
     found = machine(name)
-    if any(size < 1 for size in sizes):
-        raise ValueError(f"cluster {text!r}: sizes must be 1 or more.")
     if found.torus_dims:
         levels = _torus(text, sizes, found)
     else:
@@ -309,14 +313,53 @@ def parse_pool(text: str) -> Pool:
     )
 
 
+_FORM = "[HOSTSx][DEVICESx]NAME, such as 64x8xH100"
+_NUMBER = re.compile(r"(?:\d+x)*([-+]?\d*\.?\d+)x", re.IGNORECASE)
+"""The start of a pool; group 1 is the last number before an `x`, whole or not."""
+
+
 def _split(text: str) -> tuple[list[int], str]:
+    """Splits a pool into its sizes and the name of its device type or machine.
+
+    Raises:
+        ValueError: the text cannot be read, or a size is no whole number of 1 or more.
+    """
     found = _POOL.fullmatch(text.strip())
     if found is None:
         raise ValueError(
-            f"cluster {text!r} cannot be read. Allowed: [HOSTSx][DEVICESx]NAME, such "
-            "as 64x8xH100, several joined by +, or the path of a .yaml or .json file."
+            f"cluster {text!r} cannot be read. Allowed: {_FORM}, several joined by +, "
+            "or the path of a .yaml or .json file."
         )
-    return [int(size) for size in re.findall(r"\d+", found[1])], found[2]
+    sizes = [int(size) for size in re.findall(r"\d+", found[1])]
+    number = _NUMBER.match(text.strip())
+    wrong = [str(size) for size in sizes if size < 1]
+    wrong += [number[1]] if number is not None and not number[1].isdigit() else []
+    if wrong:
+        raise ValueError(
+            f"cluster {text!r}: {wrong[0]} is no number of hosts or devices. Allowed: "
+            f"whole numbers of 1 or more: {_FORM}."
+        )
+    return sizes, found[2]
+
+
+def _respelled(text: str) -> str | None:
+    """Returns what a shorthand with spaces, another sign, or a count last may mean.
+
+    None if it is no such shorthand of a name in the catalog.
+
+    >>> _respelled("2 x 8 H100"), _respelled("h100:8"), _respelled("8xh10")
+    ('2x8xh100', '8xh100', None)
+    """
+    plain = text.strip().lower()
+    if ahead := re.fullmatch(r"((?:\d+\s*[x×*]?\s*)+)(\D.*)", plain):
+        counts, name = ahead[1], ahead[2]
+    elif behind := re.fullmatch(r"(\D.*?)\s*[x×*:]\s*(\d+)", plain):
+        counts, name = behind[2], behind[1]
+    else:
+        return None
+    if canonical_name(name) not in MACHINES:
+        return None
+    return "x".join([*re.findall(r"\d+", counts), name])
 
 
 def _hosts(
