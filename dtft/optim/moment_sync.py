@@ -80,7 +80,9 @@ class MomentSync(NamedTuple):
     ) -> tuple[optax.Updates, SyncState]:
         """Makes one update in mode "operands", from moments reduced over the replicas.
 
-        The moments in the state stay those of this replica's gradients.
+        A moment that is not reduced at this update is the one of its last reduction, so
+        the update is equal on all replicas. The moments in the state stay those of this
+        replica's gradients.
 
         Args:
             updates: this replica's gradients.
@@ -90,10 +92,11 @@ class MomentSync(NamedTuple):
             **extra: not used.
 
         Returns:
-            The update, equal on all replicas, and the new state.
+            The update, and the new state.
 
         Raises:
-            ValueError: `sync` is given but not `commanded`, or the other way round.
+            ValueError: `sync` is given although the option `commanded` is False, or is
+                missing although the option is True.
         """
         del params, extra
         self._check_command(sync)
@@ -138,7 +141,8 @@ class MomentSync(NamedTuple):
             The update, which may differ between replicas, and the new state.
 
         Raises:
-            ValueError: `sync` is given but not `commanded`, or the other way round.
+            ValueError: `sync` is given although the option `commanded` is False, or is
+                missing although the option is True.
         """
         del params, extra
         self._check_command(sync)

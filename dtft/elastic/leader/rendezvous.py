@@ -728,7 +728,7 @@ class Rendezvous:
         self.world = world
         for host in decision.located.odd if decision.located else ():
             line = f"{host} holds other bytes of step {decision.step} than its peers"
-            self._journal.say(f"{line}: its copies of these slices are not used")
+            self._journal.say(f"{line}: its copies of slices that differ are not used")
         self._storage_missed = False
         if round_.assignment.rung == 3:
             self._explain_storage(round_.decision.passed_over, round_.assignment)

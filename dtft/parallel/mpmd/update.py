@@ -224,11 +224,14 @@ class _Making:
         return aval.size * aval.dtype.itemsize
 
     def _end(self, number: Any, node: int) -> Any:
-        """Returns the node of a result of the program, or the value of a literal.
+        """Describes a result of the program for `Updating`.
+
+        A result that is computed is described by the node that stores the result, a
+        constant result by its value.
 
         Args:
-            number: number of the result's value, or a literal.
-            node: the node that stores the result; returned unless it is a literal.
+            number: number of the result's value, or a literal of the program.
+            node: the node that stores the result.
         """
         return node if isinstance(number, int) else number.val
 
