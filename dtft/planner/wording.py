@@ -50,9 +50,10 @@ def rounded(value: float, error: float = 0.0) -> float:
 
 
 def number(value: float, error: float = 0.0) -> str:
-    """Rounds a number (`rounded`) and formats it without exponent.
+    """Rounds a number to the digits that its error allows; formats it without exponent.
 
-    The text has at most twelve decimals.
+    `error` is the relative error of the number; 0 if it is exact, which gives four
+    digits (`rounded`). The text has at most twelve decimals.
 
     >>> number(12345.6), number(0.123456), number(8), number(12345.6, 0.1)
     ('12350', '0.1235', '8', '12000')

@@ -74,10 +74,12 @@ def find_copies(
 
 @dataclass(frozen=True, kw_only=True)
 class Inbox:
-    """This host's current state, as the threads that answer its peers read it.
+    """Functions through which the threads that answer peers read this host's state.
 
-    The threads call `epoch` and `holder` anew for every push and every fetch, and
-    `former` for every fetch.
+    `epoch` returns the current (generation, attempt), `holder` the copies for the
+    newest assignment of slots, or None if there are none yet, and `former` the copies
+    for earlier assignments. The threads call `epoch` and `holder` anew for every push
+    and every fetch, and `former` for every fetch.
     """
 
     epoch: Callable[[], Epoch]

@@ -66,12 +66,14 @@ def _cheapest(
 ) -> tuple[float, tuple[int, ...]] | None:
     """Finds the cuts with the fewest crossing bytes for blocks of up to `limit` bytes.
 
-    `crossing` has the bytes that cross each place between two operators, and `upto` the
-    running sums of the bytes that the operators write, from 0 on.
+    `crossing` has for each place between two operators the bytes that cross the place:
+    place p is between operators p and p + 1. `upto` has the running sums of the bytes
+    that the operators write, from 0 on; it has two entries more than `crossing`.
 
-    Returns the crossing bytes and the cuts, or None if a single operator exceeds the
-    limit. A sliding window holds the possible starts of the block that ends at an
-    operator, the cheapest first, so that thousands of operators take milliseconds.
+    Returns the crossing bytes and the places of the cuts, ascending, or None if a
+    single operator writes more than the limit. A sliding window holds the possible
+    starts of the block that ends at an operator, the cheapest first, so that thousands
+    of operators take milliseconds.
     """
     num = len(upto) - 1
     costs, before = [0.0], [0]

@@ -268,9 +268,10 @@ class Chooser:
         return Factor(variables=(0, variable), costs=costs)
 
     def _possible_at(self, dim: int, alike: Cases) -> np.ndarray:
-        """Returns whether the axis can divide a dim; bool [cases].
+        """Returns for each case of `alike` whether the axis can divide a dim evenly.
 
-        False where the axis has size one.
+        A case is a set of points at which the axis has the same size (`Cases`). The
+        result is bool [cases]; it is False where the axis has size one.
         """
         parts = alike.sizes[self._axis]
         fits = parts > 1
