@@ -67,7 +67,13 @@ class Feed(Prepared):
     def __init__(
         self, source: Source, train_step: TrainStep, global_batch: int
     ) -> None:
-        """Computes which parts of a batch this process reads; reads nothing yet."""
+        """Computes which parts of a batch this process reads; reads nothing yet.
+
+        Args:
+            source: the data set whose rows the batches have.
+            train_step: the step that gets the batches; has their sharding.
+            global_batch: number of rows of a batch, over all processes.
+        """
         super().__init__()
         self._source, self._global_batch = source, global_batch
         self._sharding = train_step.batch_sharding
@@ -132,11 +138,11 @@ class Feed(Prepared):
 def local_parts(
     sharding: jax.sharding.NamedSharding, length: int
 ) -> tuple[list[int], list[int]]:
-    """Finds the parts (shards of dim 0) that this process holds, and the ones it owns.
+    """Finds the parts of an array that this process holds, and the parts that it owns.
 
-    If several devices hold a part, the process of the first of these devices in mesh
-    order owns the part. Returns two lists in ascending order: the start index of each
-    held part, and the start index of each owned part.
+    A part is a shard of dim 0. If several devices hold a part, the process of the first
+    of these devices in mesh order owns the part. Returns two lists in ascending order:
+    the start index in dim 0 of each held part, and the start index of each owned part.
 
     Args:
         sharding: a sharding that divides dim 0 only.
@@ -207,6 +213,16 @@ def evaluate(
     of weight 0. For each batch `entered` is called three times: with "evaluate" before
     the rows are read; with "compile" (first batch) or "evaluate" (later batches) before
     the computation is started; and with "evaluate" after the start.
+
+    Args:
+        train_step: the step whose model is evaluated.
+        state: the state with the model's parameters and running statistics.
+        source: the data set.
+        global_batch: number of rows of a batch, over all processes.
+        entered: function that gets the phase that begins.
+
+    Returns:
+        Map from `loss` and the name of each metric to the mean.
     """
     starts, _ = local_parts(train_step.batch_sharding, global_batch)
     width = train_step.batch_sharding.shard_shape((global_batch,))[0]

@@ -98,9 +98,15 @@ class Gathering:
     def gather(self, var: Var, spec: Spec) -> tuple[Var, JaxprEqn]:
         """Makes an equation that gathers `var` over `fsdp`.
 
-        Returns the variable that the equation writes, and the equation. The equation's
-        backward pass constrains the cotangent to `spec`. A cotangent of at most one dim
-        is first constrained to `spec` without `fsdp`.
+        The equation's backward pass constrains the cotangent to `spec`. A cotangent of
+        at most one dim is first constrained to `spec` without `fsdp`.
+
+        Args:
+            var: a variable that is divided over `fsdp`.
+            spec: the spec by which `var` is divided.
+
+        Returns:
+            The new variable that the equation writes, and the equation.
         """
         divided = NamedSharding(self.mesh, partition_spec(spec))
         whole = NamedSharding(self.mesh, partition_spec(gathered(spec)))

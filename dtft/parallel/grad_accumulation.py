@@ -36,12 +36,17 @@ def accumulated(
     function raises ValueError.
 
     Args:
-        loss: the function to differentiate, with respect to its first argument.
+        loss: function `(params, batch) -> (loss, aux)`, which is differentiated with
+            respect to `params`.
         num_parts: number of parts of the batch.
         weight: function from a part to its weight, such as its number of tokens, as a
             scalar array or a Python number; None gives all parts the same weight.
-        pin: function that applies shardings to gradients.
-        divide: function from a batch to a batch with a leading dim of parts.
+        pin: function that constrains a tree of gradients to shardings, and returns it.
+        divide: function from a batch to a batch with a leading dim of parts; not called
+            for a single part.
+
+    Returns:
+        A function `(params, batch) -> ((loss, aux), gradients)`.
     """
     gradient = jax.value_and_grad(loss, has_aux=True)
     if num_parts == 1:

@@ -27,7 +27,8 @@ def lift(state: dict[str, Any], optim: OptimConfig, num_replicas: int) -> Any:
     """Adds the replica dim to leaves of the state that may differ between replicas.
 
     All replicas start with the same values. Parameters get the replica dim if
-    `optim.params_drift`; leaves of optimizer state get it if marked as `PerReplica`.
+    `optim.params_drift`; leaves of optimizer state get the replica dim if marked as
+    `PerReplica`. `num_replicas` is the size of the replica dim.
     """
     params = state["params"]
     marked = PerReplica(params) if optim.params_drift else params

@@ -55,6 +55,9 @@ class Pipeline:
     chunks it is circular: microbatches pass the stages several times, in groups of
     `stages` microbatches. The first stage then needs a microbatch right when the last
     stage sends it.
+
+    `layers` has the number of layers of each chunk, in the order of the model. Chunk c
+    is on stage c % `stages`.
     """
 
     stages: int
@@ -96,9 +99,10 @@ class Pipeline:
 
     @property
     def places_SCL(self) -> np.ndarray:
-        """The index of the layer at each position [stages, chunks, layers of a chunk].
+        """The index in the model of the layer at each position, an integer array.
 
-        -1 marks the padding of shorter chunks.
+        The dims are [stages, chunks of a stage, layers of a chunk]. -1 marks the
+        padding of shorter chunks.
 
         >>> Pipeline(stages=2, microbatches=2, layers=(2, 1)).places_SCL.tolist()
         [[[0, 1]], [[2, -1]]]
@@ -113,8 +117,9 @@ class Pipeline:
         """Computes what a stage works on at a tick (iteration of the pipeline's loop).
 
         Args:
-            tick: number of the tick, or an array of numbers; may be traced.
-            stage: number of the stage, or an array of numbers; may be traced.
+            tick: numbers of ticks, as an array of any shape, which may be traced.
+            stage: number of the stage, as an int, or as an array that broadcasts with
+                `tick`; may be traced.
 
         Returns:
             Whether the stage works, the number of its chunk of layers, and the number
@@ -171,7 +176,7 @@ def through_layers(
 
     Args:
         pipeline: the schedule.
-        layer: function that applies one layer.
+        layer: function `(params, rows) -> rows` that applies one layer.
         params_CL: parameters of this stage's layers, [chunks, layers of a chunk, ...].
         rows_B: inputs of the first layer, with rows in dim 0, whose number is a
             multiple of the number of microbatches; marked as varying over `stage`. Only
@@ -203,7 +208,8 @@ def through_layers(
 def shared_out(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
     """Scatters the last stage's rows over the stages, in equal slices.
 
-    Stage s gets slice s.
+    Stage s gets slice s. Must be called in a `shard_map` over the axis `stage`. Only
+    the values of `rows_B` on the last stage are used.
     """
     is_last = lax.axis_index(STAGE_AXIS) == pipeline.stages - 1
     only_B = jnp.where(is_last, rows_B, jnp.zeros_like(rows_B))
@@ -213,7 +219,8 @@ def shared_out(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
 def own_part(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
     """Returns this stage's equal slice of rows that every stage has.
 
-    `shared_out` returns the same slice of the last stage's rows.
+    Stage s gets slice s, as from `shared_out`. Must be called in a `shard_map` over the
+    axis `stage`.
     """
     size = rows_B.shape[0] // pipeline.stages
     return lax.dynamic_slice_in_dim(rows_B, lax.axis_index(STAGE_AXIS) * size, size)
@@ -222,7 +229,14 @@ def own_part(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
 def _through_chunk(
     layer: Layer, params_L: Any, count: jax.Array, rows: jax.Array
 ) -> jax.Array:
-    """Applies the first `count` layers of a chunk to rows; skips the padding."""
+    """Applies the first `count` layers of a chunk to rows; skips the padding.
+
+    Args:
+        layer: function `(params, rows) -> rows` that applies one layer.
+        params_L: parameters of the chunk's layers, [layers of a chunk, ...].
+        count: number of layers in the chunk without padding; 0 returns `rows`.
+        rows: inputs of the chunk's first layer, the rows of one microbatch.
+    """
 
     def one(rows: jax.Array, it: tuple[jax.Array, Any]) -> tuple[jax.Array, None]:
         number, params = it

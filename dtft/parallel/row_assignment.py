@@ -23,7 +23,8 @@ equal share. Each replica has input buffers of this size."""
 class Sharing:
     """The division of a global batch into microbatches, which replicas share.
 
-    A share is the number of microbatches that a replica takes in a step.
+    A share is the number of microbatches that a replica takes in a step. `rows_each` is
+    the number of rows of a microbatch, and `most` is the largest share of a replica.
     """
 
     num_replicas: int

@@ -109,8 +109,8 @@ class TrainStep:
             parallelize: function from the abstract state to the `Parallelism`.
 
         Raises:
-            ValueError: the optimizer cannot run on this mesh, or `parallelize` raised
-                the error.
+            ValueError: the optimizer cannot run on this mesh, or `parallelize` raises
+                ValueError.
         """
         self.mesh = mesh
         self._optim, self._model = optim, model

@@ -147,6 +147,9 @@ def _check_model(experiment: Experiment) -> None:
     """Checks that the model's context and number of classes suffice for the data.
 
     A field that the model's config does not have is not checked.
+
+    Raises:
+        ValueError: the data has longer examples than the context, or more classes.
     """
     context = getattr(experiment.model, "context", None)
     length = experiment.data.tokens_per_example
@@ -211,6 +214,8 @@ def check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
 def _check_stackable(experiment: Experiment, stages: int) -> EqualLayers:
     """Checks that model and optimizer can run with stages; returns the equal layers.
 
+    `stages` is the number of stages, for the error message.
+
     Raises:
         ValueError: the model has no equal layers, or the optimizer is not elementwise
             or communicates between replicas.
@@ -237,9 +242,14 @@ def _check_stackable(experiment: Experiment, stages: int) -> EqualLayers:
 def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) -> None:
     """Checks that the job can shrink to `cluster.min_replicas` replicas.
 
+    Args:
+        experiment: the experiment, whose `cluster.min_replicas` is above 0.
+        mesh: the experiment's mesh without the size -1.
+        hosts: number of hosts of `mesh`.
+
     Raises:
         ValueError: the job cannot shrink to this number; the message lists the allowed
-            numbers.
+            numbers. Or so few replicas cannot share the batch (`sharing_of`).
     """
     least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
     parts = mesh.fsdp * row_parts(experiment)

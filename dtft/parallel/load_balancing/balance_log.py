@@ -111,10 +111,10 @@ def begin_balance(
     the shares are equal and no measured times are used. Otherwise the run uses the
     first of these that is possible:
 
-    * The recorded shares. They need one share for each node, none above the node's
-      largest allowed share.
-    * The best shares for the recorded times. They need the policy `exact`, and recorded
-      times of at least one node of this run.
+    * The recorded shares, if the record has a share for each node, and no share is
+      above the node's largest allowed share.
+    * The best shares for the recorded times, if the policy is `exact`, and the record
+      has times of at least one node of this run.
     * Equal shares.
 
     Args:
@@ -199,9 +199,10 @@ nodes it has the least, median and largest value."""
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What it costs to time the last steps of a round, measured in one process.
+    """Times of the timed and the untimed steps of a round, measured in one process.
 
-    A round is a number of steps with the same shares.
+    A round is a number of steps with the same shares. The last steps of a round are
+    timed. Timing a step takes extra time (`share`).
     """
 
     step_s: float | None
@@ -362,8 +363,16 @@ def round_line(
     """Makes the log line of a round, a number of steps with the same shares.
 
     The line has the shares of the round, each replica's mean milliseconds of waiting
-    for the slowest, and the next shares or the reason why the shares stay the same. The
-    arguments are as for `BalanceLog.round`; `names` has the name of each replica.
+    for the slowest, and the next shares or the reason why the shares stay the same.
+
+    Args:
+        step: number of the round's last step.
+        before: shares and measured times before the round's end.
+        after: shares and measured times for the next round, with the reason why shares
+            change or not.
+        busy_s: seconds of local work in the timed steps, `[steps, replicas]`.
+        cost: seconds of timed and untimed steps.
+        names: the name of each replica.
     """
     judged = after.judgement
     assert judged is not None

@@ -42,7 +42,10 @@ class Timing(Protocol):
         ...
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics, TimedStep]:
-        """Runs an optimizer step, and times this process's replicas."""
+        """Runs an optimizer step, and times this process's replicas.
+
+        Returns the new state, the metrics, and the times of the step.
+        """
         ...
 
 
@@ -111,7 +114,8 @@ class Balancer:
         """Compiles the programs of timed steps, then runs this process's first step.
 
         Before that step the gathers of times and of shares are run once, which compiles
-        the gathers. So the times of timed steps do not include compilation.
+        the gathers. So the times of timed steps do not include compilation. Returns the
+        new state and the metrics.
         """
         self._timing.prepare(batch)
         for columns in (self._config.probes, len(self._names)):

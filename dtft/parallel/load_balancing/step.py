@@ -61,7 +61,8 @@ class SharedGradients:
     def local(self, state: State, batch: dict[str, jax.Array]) -> Sums:
         """Sums gradients, statistics and metrics over each replica's microbatches.
 
-        There is no communication between replicas.
+        There is no communication between replicas. Each sum has a leading replica dim.
+        The entry `count` has the number of microbatches of each replica.
         """
         rows = {name: array for name, array in batch.items() if name != COUNTS}
         divided = PartitionSpec(REPLICA_AXIS)
@@ -213,7 +214,16 @@ class SharedFeed(Prepared):
     def __init__(
         self, source: Source, train_step: TrainStep, counts: Sequence[int]
     ) -> None:
-        """Sets the shares of the first batch to `counts`; reads nothing yet."""
+        """Sets the shares of the first batch to `counts`; reads nothing yet.
+
+        Args:
+            source: the data set whose rows the batches have.
+            train_step: a step from `load_balanced_step`.
+            counts: for each replica its share, as a number of microbatches.
+
+        Raises:
+            ValueError: the counts are not shares of this batch (`Sharing.check`).
+        """
         super().__init__()
         self._source, self._sharding = source, train_step.batch_sharding
         self._shared: Sharing = shared_by(train_step).sharing

@@ -170,9 +170,9 @@ class PlacedStep:
 
     @property
     def homes(self) -> State:
-        """The number of the node that stores and updates a leaf of the state.
+        """A tree with the structure of the state, which has a node for each leaf.
 
-        A tree with the structure of the state, which has a number for each leaf.
+        The entry is the number of the node that stores and updates the leaf.
         """
         return self._layout.homes
 
@@ -180,7 +180,8 @@ class PlacedStep:
         """Returns the start times that a placement predicts, in seconds, by task.
 
         The tasks are forward and backward calls (programs on one node) for the first
-        microbatch. Tasks without a predicted start are left out.
+        microbatch. Tasks without a predicted start are left out. `placement` is the
+        placement by which this step was made.
         """
         active = self._feed.gradients.active
         return predicted_starts(placement, self.cut, self.order, active)
@@ -242,9 +243,14 @@ class PlacedStep:
 
         Each gradient is on the device of its parameter. `state` stays usable.
 
+        Returns:
+            The results of the loss, as means over the batch, and the tree of gradients.
+
         Raises:
-            ValueError: as for `step`.
-            TimeoutError: as for `step`.
+            ValueError: the state, the batch or a weight of a microbatch is not allowed
+                (details at `step`).
+            TimeoutError: a node waited for an array until the deadline, or still
+                computed 5 s after the deadline.
         """
         made = self._feed.gradients.gradients
         tasks = self.order.without(self._feed.updating.calls)
@@ -271,7 +277,8 @@ class PlacedStep:
             tasks. The results of the loss are not returned.
 
         Raises:
-            ValueError: as for `step`.
+            ValueError: the state, the batch or a weight of a microbatch is not allowed
+                (details at `step`).
             TimeoutError: the node waited for an array until the deadline; the message
                 names the array.
         """
@@ -305,7 +312,8 @@ class PlacedStep:
         The result maps a node to a dict from an array's name (`Key`) to the array.
 
         Raises:
-            ValueError: as for `step`.
+            ValueError: the state, the batch or a weight of a microbatch is not allowed
+                (details at `step`).
         """
         self._layout.check(state)
         self._layout.check_here(state, nodes)
@@ -342,7 +350,8 @@ class PlacedStep:
             measure: whether tasks are timed; if not, the result is empty.
 
         Raises:
-            TimeoutError: as for `step`.
+            TimeoutError: a node waited for an array until the deadline, or still
+                computed 5 s after the deadline.
         """
         wanted = [*self._feed.gradients.results, *made]
         kept = {node: [k for k, at in wanted if at == node] for node in self.devices}

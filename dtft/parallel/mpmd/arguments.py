@@ -19,8 +19,8 @@ def check_given(
     """Checks arguments of `make_placed_step` before the loss is traced.
 
     Raises:
-        ValueError: an argument has a type or value that is not allowed; the message has
-            the allowed ones.
+        ValueError: an argument has a type or value that is not allowed; the message
+            says which types or values are allowed.
     """
     check_function("loss", loss)
     check_optimizer(optimizer)

@@ -5,8 +5,8 @@ process). A call is a program on one node: the forward or the backward program o
 segment, or a program that runs once in a step.
 
 This module has four parts: values with a gradient, the forward and backward program of
-a segment, calls made once in a step, and calls of each microbatch. It traces programs,
-but does not run them. The number of a value is its index in `Cut.variables`.
+a segment, calls made once in a step, and calls of each microbatch. The module traces
+programs, but does not run them. The number of a value is its index in `Cut.variables`.
 """
 
 from collections import defaultdict
@@ -185,8 +185,9 @@ class Split:
     ) -> ClosedJaxpr:
         """Makes the forward program, which also returns the new residuals.
 
-        It maps the values that the segment reads to the values that it writes, followed
-        by the residuals of `kept` (values that the backward program needs).
+        The program maps the values that the segment reads to the values that the
+        segment writes, followed by the residuals of `kept` (values that the backward
+        program needs).
 
         Args:
             num_writes: number of values that the segment writes.

@@ -47,7 +47,8 @@ class Exchange(Protocol):
 class Span:
     """The measured times of one task (a program on one node, for one microbatch).
 
-    Times are in seconds since the step began.
+    Times are in seconds since the step began. `microbatch` is None for a task that runs
+    once in a step.
     """
 
     node: int
@@ -338,9 +339,10 @@ class StepTimeline:
 
     @property
     def order(self) -> dict[int, tuple[tuple[str, int | None], ...]]:
-        """Name and microbatch of each node's tasks, in order of measured start.
+        """Map from a node to its tasks, in order of measured start.
 
-        The microbatch is None for a task that runs once in a step.
+        A task is given by its name and the number of its microbatch, which is None for
+        a task that runs once in a step.
         """
         return {
             node: tuple(

@@ -342,9 +342,12 @@ def where(
     """Finds each operator's node and seconds, and each node's device.
 
     Args:
-        nodes: as for `make_placed_step`.
-        table: devices from `device_table`.
-        seconds: as for `make_placed_step`.
+        nodes: the number of the node of each operator, or a placement that has these
+            numbers.
+        table: map from a node's number to its device, from `device_table`. With a
+            placement the keys may also be a node's name, type or platform.
+        seconds: expected seconds of each operator's forward pass; None takes the
+            placement's seconds.
         microbatches: number of microbatches of a step.
 
     Returns:
@@ -352,7 +355,9 @@ def where(
         each operator. The seconds are None if neither argument nor placement has them.
 
     Raises:
-        ValueError: as for `make_placed_step`.
+        ValueError: a node number or a number of seconds is not allowed, a node has no
+            device, a key of `table` fits no node of the placement, or the placement is
+            for another number of microbatches.
     """
     if isinstance(nodes, Placement):
         check_microbatches(nodes, microbatches)
@@ -383,10 +388,10 @@ def seconds_of(placement: Placement) -> tuple[float, ...]:
 def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
     """Assigns operators to nodes by the `jax.named_scope` that they are in.
 
-    This can divide layers into stages. Scopes that are not in `table` are ignored. An
-    operator in several nested scopes gets the node of the innermost scope. An operator
-    outside of the table's scopes gets the node of the operator before it. Operators
-    before the first scope get the node of the first scope.
+    Scopes that are not in `table` are ignored. An operator in several nested scopes
+    gets the node of the innermost scope. An operator outside of the table's scopes gets
+    the node of the operator before it. Operators before the first scope get the node of
+    the first scope. With a scope for each stage, layers are divided into stages.
 
     Args:
         graph: the traced loss (`dtft.planner.trace`).
@@ -426,7 +431,9 @@ def nodes_of_scopes(graph: Graph, table: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def devices_of(placement: Placement, table: Mapping[Any, Any]) -> dict[int, Any]:
-    """Looks up the device of each node of a placement.
+    """Looks up the device of each node of a placement, by the node's number.
+
+    A node for which the table has no device is left out if no operator runs on it.
 
     Args:
         placement: a placement, whose nodes have names, types and platforms.

@@ -89,7 +89,7 @@ class NodeCall:
 
     @property
     def name(self) -> str:
-        """Phase and segment, such as `backward 3`."""
+        """Name of the call: phase and number of the segment, such as `backward 3`."""
         return f"{self.phase} {self.segment}"
 
 
@@ -380,8 +380,9 @@ class _Simulation:
     def _first(self, free: Mapping[int, float]) -> tuple[float, int]:
         """Returns the start and the index of the call that can start first.
 
-        Of calls that can start at the same time, a backward call has priority. `free`
-        maps a node to the time at which its last scheduled call ends.
+        The start is in seconds since the step began. Of calls that can start at the
+        same time, a backward call has priority. `free` maps a node to the time at which
+        its last scheduled call ends.
         """
         found: list[tuple[float, bool, int, int, int]] = []
         for index, ready in self._startable.items():
@@ -411,11 +412,12 @@ class _Simulation:
     def _let_in(self, index: int, part: int) -> float | None:
         """Returns the time from which a segment may begin the microbatch `part`.
 
-        `index` is the index of the segment's forward call. The limit L is the segment's
-        largest number of microbatches in flight. For the first L microbatches the time
-        is 0.0. A later microbatch waits for the end of the segment's backward call for
-        microbatch `part` - L. If the segment has no backward call, it waits for the end
-        of all calls of that microbatch. Returns None if this end is not yet scheduled.
+        The time is in seconds since the step began. `index` is the index of the
+        segment's forward call. The limit L is the segment's largest number of
+        microbatches in flight. For the first L microbatches the time is 0.0. A later
+        microbatch waits for the end of the segment's backward call for microbatch
+        `part` - L. If the segment has no backward call, it waits for the end of all
+        calls of that microbatch. Returns None if this end is not yet scheduled.
         """
         gone = part - self._most[self._calls[index].segment]
         if gone < 0:

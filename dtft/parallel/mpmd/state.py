@@ -280,8 +280,8 @@ class _Parts:
     def of(self, key: Key) -> Iterator[tuple[Key, Any]]:
         """Yields names and arrays of an input of a step, such as an array of the batch.
 
-        An input that each microbatch has (a key with `EACH`) gives a pair per
-        microbatch, other inputs give one pair.
+        `key` is the name of the input. A name with the placeholder `EACH` as its
+        microbatch gives a pair for each microbatch, another name gives one pair.
         """
         every = key.microbatch == EACH
         for at in range(len(self._parts)) if every else [key.microbatch]:

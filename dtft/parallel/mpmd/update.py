@@ -151,6 +151,10 @@ class _Where:
         The result is the set of the equation's largest operand with a known node.
         Operands without a known node join this set. If no operand has a known node, all
         operands join a new set.
+
+        Args:
+            eqn: the equation.
+            known: map from a variable to its set, for each variable that `eqn` reads.
         """
         found = [(_size(a), known[a]) for a in eqn.invars if is_var(a)]
         settled = [(size, p) for size, p in found if p.root().node is not None]
@@ -224,10 +228,10 @@ class _Making:
         return aval.size * aval.dtype.itemsize
 
     def _end(self, number: Any, node: int) -> Any:
-        """Describes a result of the program for `Updating`.
+        """Returns the second entry of a result's pair in `Updating.after`.
 
-        A result that is computed is described by the node that stores the result, a
-        constant result by its value.
+        The entry is the node that stores the result, or the value of a result that is a
+        constant.
 
         Args:
             number: number of the result's value, or a literal of the program.

@@ -229,7 +229,18 @@ class RunnablePlan(Plan):
         return axis_rules(self.state, names, shapes)
 
     def jit(self, step: Step, devices: Sequence[Any] | None = None) -> PlannedStep:
-        """Jits a user's step with this plan, as `jit_plan` does."""
+        """Jits a user's step with this plan, as `jit_plan` does.
+
+        Args:
+            step: `(state, batch) -> (state, anything)`, the step that was planned.
+            devices: devices in mesh order; by default JAX's devices: in a single
+                process the first ones that the plan uses, in several processes all.
+
+        Raises:
+            ValueError: the plan was not made by `dtft.plan(step=...)`, has a setting
+                that cannot be run here, or needs another number of devices; or the step
+                cannot be called.
+        """
         return jit_plan(self, step, devices=devices)
 
 

@@ -240,10 +240,11 @@ def _check_batch(plan: Plan, batch: int) -> None:
 
 
 def _words(devices: Sequence[Any]) -> str:
-    """Describes the type, the number and the links of devices, as plans do.
+    """Describes the type, the number and the links of devices in words.
 
-    Returns "" if the planner does not know the device type, or if the devices or the
-    hosts are not all alike.
+    The text has the form of `Plan.predicted_for`, so both can be compared. Returns ""
+    if the planner does not know the device type, or if the devices or the hosts are not
+    all alike.
     """
     try:
         return Cluster.from_devices(devices).uniform.fabric_words
@@ -302,7 +303,8 @@ def _of_file(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     """Reads the plan from the file that a config names.
 
     If the plan was made for another model, optimizer or batch, its prediction does not
-    hold, so `predicted_for` is cleared.
+    hold, so `predicted_for` is cleared. `devices` is not used; the function has the
+    signature of `Decide`.
 
     Raises:
         ConfigError: the file cannot be read, or holds no plan.

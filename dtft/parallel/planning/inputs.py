@@ -183,7 +183,13 @@ def _difference(
 ) -> tuple[str, str, str] | None:
     """Returns the first path whose leaves differ, and the leaves' dtypes and shapes.
 
-    A leaf that one tree lacks has the text `nothing`. Returns None if all leaves agree.
+    The dtype and shape of a leaf are text, first of the leaf in `before`, then of the
+    leaf in `after`. A leaf that one tree lacks has the text `nothing`. Returns None if
+    all leaves agree.
+
+    Args:
+        before: map from a path to the leaf of the expected tree.
+        after: map from a path to the leaf of the tree that is checked.
     """
     for path in {**before, **after}:
         old, new = (

@@ -252,12 +252,12 @@ def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision
     """Converts a decision, made for devices with less memory, to the real devices.
 
     The result has the plan and the candidates of `one`, and the cluster of `original`.
-    The memory that the real devices have beyond the others is added to the plan's
-    reserve, the bytes that must stay free.
+    The plan's reserve (the bytes that must stay free) grows by the difference in bytes
+    between the memory of a real device and of a device of `one`.
 
     Args:
         one: the decision (a plan with the candidates) for devices with less memory.
-        original: the decision of the same question for the real devices.
+        original: the decision for the same training step on the real devices.
         capacity: bytes of memory of a real device.
     """
     plan, held = one.plan, capacity - one.plan.capacity_bytes
@@ -288,9 +288,9 @@ def first_fitting(found: Sequence[Verified]) -> Verified:
     """Returns the first plan that fits as compiled, which is the best one.
 
     Raises:
-        ValueError: no plan fits; the message gives the missing bytes and the changes
-            that would make a plan fit. If no plan could be compiled, the message gives
-            the reasons. Also if `found` is empty.
+        ValueError: `found` is empty, or no plan fits. If plans were compiled, the
+            message gives the missing bytes and the changes that would make a plan fit.
+            If no plan could be compiled, the message gives the reasons.
     """
     for one in found:
         if one.verdict.fits:
