@@ -129,7 +129,7 @@ def _unmount(directory: Path) -> None:
 
 
 def _run(*words: object) -> None:
-    """Runs a command.
+    """Runs a command; `words` are its name and its arguments.
 
     Raises:
         RuntimeError: the command failed; the message contains the command's stderr.

@@ -3,9 +3,10 @@
 The injector finds a fault's moment in the hosts' progress boards (shared memory with
 the current steps of each host). Before a kill of hosts or trainers, the injector stops
 the victims' processes and reads the boards again. If the boards show that the phase of
-the kill has ended, the victims continue, and the injector waits for the phase again. It
-undoes a stop, cut or pause when its duration is over, also while later faults are
-pending. The injector knows nothing of models and takes no part in the recovery.
+the kill (the activity during which it is to happen) has ended, the victims continue,
+and the injector waits for the phase again. The injector undoes a stop, cut or pause
+when its duration is over, also while later faults are pending. The injector knows
+nothing of models and takes no part in the recovery.
 """
 
 import functools
@@ -282,8 +283,9 @@ class FaultInjector(threading.Thread):
     def _trainer_pids(self, hosts: Iterable[str]) -> list[int]:
         """Returns the process ids of the hosts' trainers.
 
-        Leaves out a host whose trainer has not written its process id yet: signal calls
-        take 0 for this process's own group.
+        Until a trainer has written its process id, the host's progress board has 0.
+        These hosts are left out, because a signal to process id 0 would go to this
+        process's own group.
         """
         cells = (self._cell(host, "trainer_pid") for host in hosts)
         return [pid for pid in cells if pid]
@@ -351,9 +353,10 @@ class FaultInjector(threading.Thread):
         return True
 
     def _is_near(self, fault: Fault) -> bool:
-        """Whether the moment of a fault may come within milliseconds.
+        """Whether the run is at most `NEAR_STEPS` steps before the step of a fault.
 
-        The progress boards are then read more often.
+        The progress boards are then read more often. Always True for a fault of phase
+        `recovery`, which can happen at any step.
         """
         return fault.phase == "recovery" or (
             self._most("computing") >= fault.step - NEAR_STEPS
@@ -466,10 +469,10 @@ class FaultInjector(threading.Thread):
     def _failed_at(self, fault: Fault) -> float:
         """Returns the wall-clock time at which a `fail` happened; 0.0 before that.
 
-        A `fail` raises an exception in a trainer. If the marker file exists, the time
-        is its modification time. Otherwise it is the time at which this method first
-        found the exception in the trainer's log. Reads file and log at most every 0.1
-        s.
+        A `fail` raises an exception in a trainer, which may make a file (`fail_marker`)
+        just before. If this file exists, the result is its modification time. Otherwise
+        the result is the time at which this method first found the exception in the
+        trainer's log. Reads file and log at most every 0.1 s.
         """
         if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
             return self._raised_at
@@ -503,8 +506,8 @@ class FaultInjector(threading.Thread):
             False if the faults were cancelled before an export was completed.
 
         Raises:
-            TimeoutError: no export completed within `FIRST_EXPORT_S`. The trainers
-                continue.
+            TimeoutError: no export completed within `FIRST_EXPORT_S` seconds. The
+                trainers continue.
         """
         held = stopped(self._trainer_pids(victims))
         end = time.monotonic() + FIRST_EXPORT_S

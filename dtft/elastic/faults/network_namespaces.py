@@ -117,7 +117,7 @@ class HostNamespaces:
             host: the host.
             reach: "all": all packets; "store": packets to and from the store; "out":
                 packets that the host sends; "in": packets that the host receives;
-                "pair": nothing, see `part`.
+                "pair": no packets (`part` cuts two hosts off from each other).
         """
         return self._begin(NetworkCut(hosts=(host,), reach=reach))
 
@@ -142,9 +142,10 @@ class HostNamespaces:
         return cut
 
     def _apply(self, cut: NetworkCut) -> None:
-        """Sets interfaces or ARP entries of a cut's hosts for the cuts now in force.
+        """Sets the interfaces or ARP entries that a cut changes.
 
-        Called when `cut` begins and when it is undone.
+        The new values follow from all cuts in force. Called when `cut` begins and when
+        it is undone.
         """
         for name in cut.hosts:
             host = self._hosts[name]
@@ -311,7 +312,7 @@ def sweep_namespaces() -> None:
 
 
 def existing_namespaces(pid: int | None = None) -> list[str]:
-    """Lists the namespaces and interfaces of drills.
+    """Lists the names of the namespaces and interfaces that drills have made.
 
     Args:
         pid: process id of a drill; None for all drills.
@@ -358,7 +359,10 @@ def _remove(base: str) -> None:
 
 
 def _names(kind: str) -> list[str]:
-    """Lists the namespaces ("netns") or interfaces ("link") that drills have made."""
+    """Lists the names of namespaces or interfaces that drills have made.
+
+    `kind` is "netns" for namespaces and "link" for interfaces.
+    """
     command = ("netns", "list") if kind == "netns" else ("-o", "link")
     return re.findall(rf"\b({PREFIX}\d+[a-z]\d*)\b", _run("ip", *command))
 

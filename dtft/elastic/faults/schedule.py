@@ -5,8 +5,9 @@
 WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
 ``leader`` or ``follower``. ``follower`` is the host with the lowest slot, except the
 leader's host; for a cut of a pair, the two hosts with the lowest slots, except the
-leader's host. For ``scale`` WHOM is a number of replicas. An option is a phase (the
-job's activity during which the fault happens), a number of seconds, the reach of a cut
+leader's host. For ``scale`` WHOM is a number of replicas. STEP is the training step at
+which the fault is due. An option is a phase (the job's activity during which the fault
+happens), a number of seconds (the fault is undone after them), the reach of a cut
 (which packets are dropped), or ``always`` (a ``fail`` happens at every attempt).
 `RULES` has the options that each kind allows. Without seconds a stop or a cut lasts for
 ever. This module only parses; `injector` carries the faults out.
@@ -178,6 +179,13 @@ def _number(seconds: float) -> str:
 
 def parse_fault(text: str, num_slots: int) -> Fault:
     """Parses the notation of one fault.
+
+    `str` of the returned fault is its notation. There the options have a fixed order,
+    which the third example shows.
+
+    Args:
+        text: the notation.
+        num_slots: the number of slots of the job; victims' slots must be below it.
 
     Raises:
         ValueError: the text is not a valid fault; the message lists what is allowed.

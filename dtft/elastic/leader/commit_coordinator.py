@@ -315,8 +315,8 @@ class CommitCoordinator:
     def delayed(self, commit: Commit) -> None:
         """Lets the trainers go on although the store has not recorded a commit in time.
 
-        The messages that let them go on (`release`) contain the commit, so a later
-        leader can learn it from the hosts.
+        The `release` message, after which a trainer goes on, contains the commit. So a
+        later leader can learn the commit from the hosts.
         """
         self._passed = max(self._passed, commit.step)
         self._release(commit, is_recorded=False)

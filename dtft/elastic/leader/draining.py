@@ -50,7 +50,10 @@ class Draining:
         send: Callable[..., None],
         journal: Journal,
     ) -> None:
-        """Starts with no host that is to leave."""
+        """Starts with no host that is to leave.
+
+        `send(host, op, **fields)` sends an order to a host.
+        """
         self._config, self._rendezvous, self._registry = config, rendezvous, registry
         self._sizes, self._loop, self._send = sizes, loop, send
         self._journal = journal
@@ -59,9 +62,10 @@ class Draining:
     def asked(self, host: str, answer: Answer) -> None:
         """Handles a request that a host leaves the job.
 
-        Answers at once if the request is refused or the host is not needed. Otherwise
-        answers once a step is committed without the host. If this host stops leading
-        before that, `close` answers.
+        Answers at once if the request is refused, or if the host has no slot and does
+        not lead. Otherwise answers once a step is committed without the host. If the
+        leading host stops leading before that, `close` answers. `answer` sends the
+        reply to the requester.
         """
         rendezvous, there = self._rendezvous, host in self._registry.records
         known = self._departures.get(host)
@@ -86,9 +90,9 @@ class Draining:
         """Handles a registered host whose agent is to end (`HostRecord.leaving`).
 
         The host gets no slot any more. While the job trains, the agent is told to end
-        at once if the job does not need the host, or if no other host can take its
-        slot. Otherwise `committed` tells the agent to end, once another host has the
-        slot.
+        at once if the host has no slot and does not lead, or if no other host can take
+        its slot. Otherwise `committed` tells the agent to end, once another host has
+        the slot.
         """
         rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
         if is_new:
@@ -118,9 +122,10 @@ class Draining:
         return self._rendezvous.phase == "running" and not self._rendezvous.frozen
 
     def _is_leaving(self, host: str) -> bool:
-        """Whether a host is to leave the job and its agent has not been started anew.
+        """Whether a host is to leave the job.
 
-        False also for a host that is not registered.
+        False if its agent was started anew after the host was to leave, and for a host
+        that is not registered.
         """
         known, record = self._departures.get(host), self._registry.records.get(host)
         if known is None or record is None or host not in self._registry.drained:
@@ -147,8 +152,8 @@ class Draining:
     def _refuse(self, host: str) -> None:
         """Lets a drained host stay, because no other host can take its slot.
 
-        A host whose agent is to end (`HostRecord.leaving`) cannot stay; its agent is
-        told to end at once.
+        The requests to drain this host get an error. A host whose agent is to end
+        (`HostRecord.leaving`) cannot stay; its agent is told to end at once.
         """
         departure, why = self._departures[host], self._nobody_left_for(host)
         departure.reply = {"error": why}

@@ -122,7 +122,10 @@ class StorageExports:
         loop: Loop,
         list_steps: Callable[[Path], Iterable[int]],
     ) -> None:
-        """Starts with no failed export and no request."""
+        """Starts with no failed export and no request.
+
+        `list_steps` lists the steps that a storage directory holds.
+        """
         self._records, self._journal, self._loop = records, journal, loop
         directory = config.storage_directory
         self.watch = StorageWatch(directory, loop, list_steps=list_steps)
@@ -131,7 +134,7 @@ class StorageExports:
 
     def asked(self, rendezvous: Rendezvous, answer: Answer) -> None:
         """Handles a request to export the next commit; refuses the request unless the
-        job trains."""
+        job trains. `answer` sends the reply to the requester."""
         coordinator = rendezvous.coordinator
         if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"

@@ -89,8 +89,11 @@ class FailureAccount:
         self._budget = self._budget.trained()
 
     def committed(self, step: int) -> None:
-        """Records that a step is committed; a new highest step clears counts of
-        failures, see `FailureBudget.committed`."""
+        """Records that a step is committed.
+
+        A step above all steps committed before resets the count of failed attempts in a
+        row, and the counts of recurring failures at lower steps.
+        """
         self._budget = self._budget.committed(step)
 
     def judge(self, assignment: SlotAssignment | None) -> RetryDecision:

@@ -4,7 +4,9 @@ A host is present while its link (connection to the leader) is open. A host whos
 has ended stays registered for one lease and is lost after that. A host whose link was
 silent, or whose port refuses connections, is lost at once. A lost host that reconnects
 is registered like any other. A host that does not report its copies in time gets no
-slot until it reports them. `seat_policy` decides which host gets which slot.
+slot until it reports them. A lease lasts `timeouts.lease` seconds. To form the job is
+to assign hosts to slots and to restore the state; `seat_policy` decides which host gets
+which slot.
 """
 
 from collections.abc import Collection, Mapping
@@ -179,7 +181,7 @@ class HostRegistry:
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
-        """Returns the unusable hosts that the leader should now ask again.
+        """Returns the hosts that the leader should now ask for a report again.
 
         These are connected hosts that can have no slot, because they reported so or did
         not report their copies, and whose pause is over. The pause of a host doubles
@@ -197,7 +199,7 @@ class HostRegistry:
         return sorted(found)
 
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
-        """Returns the hosts that must answer before hosts are assigned to slots.
+        """Returns the hosts that must report their copies before slots are assigned.
 
         `is_expected` decides this for each host.
 
@@ -211,10 +213,10 @@ class HostRegistry:
     def is_expected(
         self, host: str, registered: Mapping[str, HostRecord], now: float
     ) -> bool:
-        """Whether one host must answer before hosts are assigned to slots.
+        """Whether one host must report its copies before hosts are assigned to slots.
 
         True for hosts that are connected, whose link ended less than a lease ago, or
-        that may still be connecting. False for hosts that did not answer in time before
+        that may still be connecting. False for hosts that did not report in time before
         (`leave_out`).
 
         Args:
@@ -290,11 +292,11 @@ class HostMonitor:
     def take_over(self) -> None:
         """Forms the job anew if it had a leader before this one.
 
-        It had a leader if the store has an assignment of hosts to slots, or has lost
-        its data. A new job is not formed here, but later, when enough hosts have
-        connected. The reason names the hosts that have a slot in the assignment but
-        that the store no longer lists. Those hosts may be alive, because a lease also
-        runs out while the store does not answer.
+        The job had a leader if the store has an assignment of hosts to slots, or has
+        lost its data. A new job is not formed here, but later, when enough hosts have
+        connected. If hosts with a slot in the assignment are no longer in the store,
+        they are the reason that is given to people. Hosts that are not in the store may
+        be alive, because a lease also runs out while the store does not answer.
         """
         view = self._records.view
         if view.assignment is not None:
@@ -424,7 +426,8 @@ class HostMonitor:
     def agent_ended(self, record: HostRecord) -> None:
         """Handles the end of an agent that is not connected to this leader.
 
-        The leader then no longer waits for an answer of the agent's host.
+        The leader then no longer waits for the report of the copies on the agent's
+        host.
         """
         if self._registry.agent_ended(record):
             self._rendezvous.gathered()

@@ -188,7 +188,8 @@ class Leader:
     def agent_ended(self, record: HostRecord) -> None:
         """Handles the end of an agent that is not connected to this leader.
 
-        The leader then no longer waits for an answer of the agent's host.
+        The leader then no longer waits for the report of the copies on the agent's
+        host.
         """
         self._monitor.agent_ended(record)
 
@@ -262,7 +263,7 @@ class Leader:
                 self._refuse_copy(str(error))
             except Exception:  # an error in a handler must not end the leader
                 logger.exception(
-                    "a report of host %s caused an error and has no further effect: %s",
+                    "host %s sent a report (op %s) whose handler stopped with an error",
                     host,
                     op,
                 )
@@ -279,7 +280,7 @@ class Leader:
                 round_.reasons.append(self._newest_failure)
 
     def _fail(self, message: str, code: int = 1) -> None:
-        """Ends the job after a failure that would repeat, with two exceptions.
+        """Ends the job after a failure that would repeat, except in two cases.
 
         If the job has a new number of slots and `code` is `FATAL_INPUT`, excludes this
         number instead (`Scaling.undone`). In a served job (whose processes the user
@@ -314,8 +315,9 @@ class Leader:
     def _look_for_stuck(self) -> None:
         """Re-forms the job if a trainer is stuck; looks at most every `LOOK_S` seconds.
 
-        Does nothing in a served job (whose processes the user starts), or unless the
-        trainers start or train.
+        The trainers' progress reports show which trainer is stuck (`verdict` in
+        `hang_detection`). Does nothing in a served job (whose processes the user
+        starts), or while the trainers neither start nor train.
         """
         rendezvous = self._rendezvous
         now = self._loop.now()
@@ -467,7 +469,15 @@ class Leader:
     def _on_failed(
         self, host: str, slot: int, step: int, error: str, **evidence: Any
     ) -> None:
-        """Handles the report that an exception ended a host's trainer."""
+        """Handles the report that an exception ended a host's trainer.
+
+        Args:
+            host: the trainer's host.
+            slot: the host's slot.
+            step: the step that the trainer has reported.
+            error: "TypeName: message" of the exception.
+            evidence: the trainer's phase, the traceback and the path of the log.
+        """
         self._fails("exception", host, step=step, error=error, **evidence)
         self._rendezvous.form(self._newest_failure)
 
@@ -521,7 +531,7 @@ class Leader:
             self._requests.exported(host, step, outcome, error)
 
     def export_wanted(self, answer: Answer) -> None:
-        """Handles a request for an export.
+        """Handles a request for an export; `answer` sends the reply to the requester.
 
         A served job (whose processes the user starts) exports its newest commit. A
         launched job (whose agents start the trainers) exports its next commit.
@@ -534,7 +544,8 @@ class Leader:
     def scaling_wanted(self, replicas: int, answer: Answer) -> None:
         """Handles a request for another number of replicas.
 
-        Refuses the request in a served job (whose processes the user starts).
+        Refuses the request in a served job (whose processes the user starts). `answer`
+        sends the reply to the requester.
         """
         if not self._refuses_change(answer):
             self._scaling.asked(replicas, answer)
@@ -542,7 +553,8 @@ class Leader:
     def draining_wanted(self, host: str, answer: Answer) -> None:
         """Handles a request that a host leaves the job.
 
-        Refuses the request in a served job (whose processes the user starts).
+        Refuses the request in a served job (whose processes the user starts). `answer`
+        sends the reply to the requester.
         """
         if not self._refuses_change(answer):
             self._draining.asked(host, answer)
@@ -560,8 +572,8 @@ class Leader:
         Args:
             label: the kind of the write, such as "commit"; all but commits and
                 assignments are ignored.
-            value: the commit; for an assignment, the ballot (number) of the attempt to
-                form the job.
+            value: the commit; for an assignment, the ballot, which identifies the
+                attempt to form the job.
         """
         if label == "assignment":
             self._rendezvous.assigned(value)
@@ -602,8 +614,8 @@ class Leader:
 
         Args:
             label: the kind of the write: "commit" or "assignment".
-            value: the commit; for an assignment, the ballot (number) of the attempt to
-                form the job.
+            value: the commit; for an assignment, the ballot, which identifies the
+                attempt to form the job.
         """
         if label == "commit" and self._rendezvous.coordinator is not None:
             self._rendezvous.coordinator.delayed(value)

@@ -1,10 +1,11 @@
 """Runs a `Leader` on this host while the host holds the job's leader key.
 
-A host that gets the key first reads the recorded commits from the store, on a thread.
-If the store does not answer, the host retries, and releases the key after one lease; no
-host leads meanwhile. A leader whose key has expired continues, and takes the key again
-without forming the job anew. The leader is closed when another host leads or has led,
-when the store has lost data, or when this host releases the key.
+After this host gets the key, it reads the recorded commits from the store, on a thread;
+then it leads. If the store does not answer, the host retries, and releases the key
+after one lease (a duration, `lease_s` seconds); no host leads meanwhile. A leader whose
+key has expired continues, and takes the key again without forming the job anew. The
+leader is closed when another host leads or has led, when the store has lost data, or
+when this host releases the key.
 """
 
 import logging

@@ -167,7 +167,8 @@ def layout_on(layout: Layout, num_slots: int) -> Layout:
     `num_slots` slots.
 
     Raises:
-        ValueError: the state cannot be resized; see `resized`.
+        ValueError: the mesh has no replica axis, an axis before it has a size above 1,
+            or the devices are not in the order of the slots.
     """
     before = layout.mesh.num_slots
     if num_slots == before:
@@ -279,6 +280,11 @@ def transfers_to(
 ) -> list[dict]:
     """Lists the whole slices that one host fetches, by the host that sends them.
 
+    Args:
+        transfers: the transfers, of which only those to `host` are listed.
+        addresses: host to host:port.
+        host: the fetching host.
+
     Returns:
         A dict for each sender: its name "host", its "address", and the "keys" of the
         slices.
@@ -297,11 +303,16 @@ def transfers_to(
 def regions_to(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """Lists the pieces of one host's new slices, by the host that sends them.
+    """Lists the parts of old slices that make up one host's new slices, by sender.
+
+    Args:
+        plan: the transfers of the whole restore.
+        addresses: host to host:port.
+        host: the host of the new slices.
 
     Returns:
-        A dict for each sender: its name "host", its "address", and the "regions" to
-        read. The host's own memory is the first sender.
+        A dict for each sender: its name "host", its "address", and the "regions" (parts
+        of old slices) to read from it. The host itself is the first sender.
     """
     sources = [(host, plan.own(host))]
     sources += [(it.source, it.regions) for it in plan.transfers_to(host)]

@@ -120,7 +120,10 @@ class Rendezvous:
         storage: StorageWatch,
         sizes: JobSizes,
     ) -> None:
-        """Starts without forming the job; `form` does that."""
+        """Starts without forming the job; `form` does that.
+
+        `send(host, op, **fields)` sends an order to a host.
+        """
         self._config, self._records, self._registry = config, records, registry
         self._loop = loop
         self._sizes = sizes
@@ -976,9 +979,9 @@ class Rendezvous:
     def expect(self, hosts: Collection[str]) -> None:
         """Orders the hosts in `hosts` that have no slot to allocate memory for one.
 
-        Also orders all hosts without a slot to fetch slices ahead. Does nothing before
-        the assignment of slots is recorded and a trainer has announced the state's
-        layout.
+        Also orders all hosts without a slot to fetch ahead the slices that no step
+        changes. Does nothing before the assignment of slots is recorded and a trainer
+        has announced the state's layout.
         """
         if self.coordinator is not None and self.assignment is not None:
             text, domains = (

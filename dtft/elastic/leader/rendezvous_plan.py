@@ -84,10 +84,11 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """Returns the root causes: all reasons whose kind comes first in `Cause`.
+    """Returns the root causes: of all reasons, those of the first kind in `Cause`.
 
-    An event of one kind may have caused the events of later kinds: a lost host, for
-    example, the end of other trainers. Returns [] if there are no reasons.
+    The kinds are, in order: a host was lost, a trainer was killed by SIGKILL, a trainer
+    was killed by another signal, anything else. An event of one kind may have caused
+    events of later kinds. Returns [] if there are no reasons.
     """
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]

@@ -48,8 +48,11 @@ class ReshardPlans:
         self._planned: tuple[tuple[str, ...], RestorePlan] | None = None
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """Records the digests of a slot's slices in its snapshot of `step`, in
-        order."""
+        """Records the digests of a slot's slices in its snapshot of `step`.
+
+        `digests` has one digest for each slice, in the order of the slices in
+        `Layout.slices(slot)`.
+        """
         self._staged.setdefault(step, {})[slot] = digests
 
     def committed(self, commit: Commit, placement: CopyPlacement) -> None:

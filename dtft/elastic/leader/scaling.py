@@ -60,7 +60,8 @@ def prove(located: Located, layout: Layout, restored: Iterable[Digests]) -> Proo
     Args:
         located: the commit, with the digests of its slices.
         layout: the layout (mesh and leaves of the state) on the new mesh.
-        restored: each host's slice digests, read after the restore.
+        restored: for each host, slice key to the digest of the slice that the host has
+            read again after the restore.
     """
     read: dict[str, set[bytes]] = {}
     for found in restored:

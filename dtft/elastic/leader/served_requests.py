@@ -127,7 +127,7 @@ class BetweenRuns:
             self._storage.refuse(f"some slice of step {step} is not in memory any more")
 
     def over(self) -> None:
-        """Handles the end of an export, written or failed."""
+        """Records that an export has ended, so none is in progress any more."""
         self._ordered = None
 
 
@@ -146,7 +146,7 @@ class Requests:
         storage: StorageExports,
         send: Callable[..., None],
     ) -> None:
-        """Starts with no request."""
+        """Starts with no request. `send(host, op, **fields)` sends an order."""
         self._directory = config.storage_directory
         self._rendezvous, self._registry = rendezvous, registry
         self._storage, self._send = storage, send
@@ -179,9 +179,11 @@ class Requests:
         return self._remapping[1]
 
     def staged(self, slot: int, step: int, digests: Sequence[bytes]) -> None:
-        """Records a slot's snapshot of a step: the digests of its slices, in order.
+        """Records a slot's snapshot of a step, as the digests of the slot's slices.
 
-        The digests are needed if a process requests the step on other shardings.
+        `digests` has one digest for each slice, in the order of the slices in
+        `Layout.slices(slot)`. The digests are needed if a process requests the step on
+        other shardings.
         """
         if self._rendezvous.coordinator is not None:
             self._newest().staged(slot, step, digests)
@@ -214,7 +216,7 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """Adds a process that waits for a step; answers the process once it is safe.
+        """Adds a process that waits for a step; answers once the step is safe.
 
         Args:
             host: the process's host.
@@ -235,8 +237,9 @@ class Requests:
     def export_wanted(self, answer: Answer) -> None:
         """Handles a request to export the newest commit now.
 
-        Answers at once if storage has it, or, with an error, if nothing was saved since
-        the processes have attached.
+        Answers at once if storage has the commit, or, with an error, if nothing was
+        saved since the processes have attached. Otherwise answers when the export has
+        ended or is refused. `answer` sends the reply to the requester.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.phase in ("gathering", "waiting"):
@@ -267,6 +270,13 @@ class Requests:
 
         After a failed export, sends the error to every process that waits for storage,
         and to the process of every slot.
+
+        Args:
+            host: the host that answered last, or failed first; for an export past its
+                deadline, the names of the hosts that have not answered.
+            step: the exported step.
+            ok: whether the whole step was written.
+            error: the error; "" without one.
         """
         self._between_runs.over()
         if not ok:

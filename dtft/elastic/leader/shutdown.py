@@ -3,7 +3,8 @@
 First the last committed step is exported, unless storage has the step. If hosts are
 missing and the remaining hosts cannot export the step, the job ends with the newest
 step in storage. `Shutdown` reads the state of `rendezvous` (which forms the job) and of
-the commit coordinator, and writes the job's result to the store.
+the commit coordinator, and writes the job's result to the store. A lease lasts
+`timeouts.lease` seconds.
 """
 
 import dataclasses
@@ -235,7 +236,11 @@ class Shutdown:
 def _result_json(status: str, step: int, message: str, code: int) -> str:
     """Encodes the job's result as it is written to the store.
 
-    `code` is every agent's exit code.
+    Args:
+        status: "done", "stopped" or "error".
+        step: the step with which the job ends; 0 if it is not known.
+        message: the error, for people.
+        code: exit code of every agent.
     """
     return json.dumps(
         {"status": status, "step": step, "message": message, "code": code}

@@ -70,11 +70,15 @@ class StorageHealth:
         self._told_slow = 0
 
     def may_try(self, now: float) -> bool:
-        """Whether an export may be ordered now: the pause after a failure is over."""
+        """Whether an export may be ordered: the pause after a failure is over.
+
+        `now` is the time in seconds.
+        """
         return now >= self._not_before
 
     def begun(self, step: int, now: float) -> None:
-        """Records that the export of a step was ordered."""
+        """Records that the export of a step was ordered at the time `now`, in
+        seconds."""
         self._begun = step, now
 
     def failed(self, step: int, host: str, error: str, now: float) -> str | None:

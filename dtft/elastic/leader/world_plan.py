@@ -150,9 +150,12 @@ def why_restarted(
         lasts: whether processes of this job can form several meshes, one after the
             other (hot swaps).
         fatal: whether the same processes would fail again.
-        named: the hosts that are the reason: lost, failed, or leaving.
+        named: the hosts that are the reason to form the job anew: lost, failed, or
+            leaving.
         lost: the hosts in `named` that are lost.
         is_training: whether processes may be in collectives.
+
+    In the last two examples host a serves all processes, so its loss ends the world.
 
     >>> world = new_world(1, ("a", "b"), lasts=True)
     >>> why_restarted(world, 1, lasts=True, fatal=False)
@@ -176,7 +179,7 @@ def why_restarted(
     if world.server in lost:
         return f"{world.server}, which served the trainers' processes, was lost"
     if world.server and is_training and not given_up(world, named):
-        return "no process is lost, and on accelerators others cannot leave without"
+        return "on accelerators, processes cannot leave collectives while none is lost"
     return ""
 
 
@@ -220,8 +223,8 @@ def swapped(
             coordination service for all, if one does.
 
     Returns:
-        The world with a process index for every host in `slots`; or the reason why a
-        new world is needed.
+        The world with a process index for every host in `slots`, and with `turn`, the
+        number of its mesh, raised by 1; or the reason why a new world is needed.
 
     >>> world = admitted(new_world(1, ("a", "b"), lasts=True), "c", {"a", "b"})
     >>> swapped(world, ("a", "c"), {"a", "c"}).turn
@@ -279,9 +282,9 @@ def sound(
 def admitted(world: WorldPlan, host: str, there: Collection[str]) -> WorldPlan | None:
     """Gives a joining spare host a free index among the JAX processes.
 
-    A host that has an index keeps it. An index is free if its host is not in `there`,
-    the hosts that may have a process among them. Returns the new world (the group of
-    JAX processes), or None if no index is free.
+    A host that has an index keeps it. The index of another host is free if this host is
+    not in `there`: the hosts that may have a process in the world (the group of JAX
+    processes). Returns the new world, or None if no index is free.
     """
     indices = {it: at for it, at in world.indices.items() if it in there or it == host}
     free = sorted(set(range(1, world.size)) - set(indices.values()))

@@ -238,8 +238,9 @@ _piece = record_of(path=text, start=_shape, stop=_shape, dtype=text)
 def piece(value: object) -> bool:
     """Whether a value is a dict with the fields of a `Slice`, a part of an array.
 
-    Each number in `start` must be at most the number at the same index in `stop`, and
-    NumPy must know the dtype.
+    `start` has the first index of the part in each dim of the array, and `stop` one
+    past the last index. In each dim `start` must be at most `stop`. NumPy must know the
+    dtype.
     """
     if not _piece(value):
         return False

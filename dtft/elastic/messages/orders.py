@@ -141,9 +141,10 @@ OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
 def fault_of_order(message: object, host: str | None = None) -> str | None:
     """Checks an order; returns the first error in words, or None. Does not raise.
 
-    Fields that this version does not know are allowed, so the last example returns
-    None. (The order "lend" makes a host keep a step for hosts that export it; step -1
-    frees the step.)
+    An order has an op (its kind); `ORDER_FIELDS` has the fields of each op. The second
+    example lacks six fields of its op, which the error lists. Fields that this version
+    does not know are allowed, so the last example returns None. (The order "lend" makes
+    a host keep a step for hosts that export it; step -1 frees the step.)
 
     Args:
         message: the received message.
@@ -168,7 +169,8 @@ def fault_of_order(message: object, host: str | None = None) -> str | None:
 def order_fields(message: Message) -> dict[str, Any]:
     """Returns the fields of a valid order that this version knows; drops all others.
 
-    The field `ballot`, the number of an attempt to form the job, becomes a tuple.
+    The field `ballot` becomes a tuple: (leader's term, counter), which identifies an
+    attempt to assign hosts to slots.
 
     >>> order_fields({"op": "replicate", "ballot": [7, 1], "step": 3, "targets": []})
     {'ballot': (7, 1), 'step': 3, 'targets': []}

@@ -48,8 +48,8 @@ _WINDOW = {field.name: field.type for field in dataclasses.fields(Window)}
 def _window_or_none(value: object) -> bool:
     """Whether a value is None or a `Window` (a trainer's measured times) as a dict.
 
-    The dict must have all fields. The times must be nonnegative and finite, and the
-    numbers of steps nonnegative ints.
+    The dict must have exactly the fields of `Window`. The times must be nonnegative and
+    finite, and the numbers of steps nonnegative ints.
     """
     if value is None:
         return True
@@ -226,7 +226,9 @@ def fault_of_report(
     """Checks each field of a report; returns the first error in words, or None.
 
     `table` maps each known op (the kind of a report, in its field "op") to the op's
-    fields and their checks.
+    fields and their checks. In the examples, `code` is a trainer's exit code and must
+    be an int. `ballot`, (leader's term, counter), identifies an attempt to assign hosts
+    to slots.
 
     >>> fault_of_report({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
     "trainer_exit: code='9'"
@@ -240,8 +242,9 @@ def report_fields(
 ) -> dict[str, Any]:
     """Returns the fields of a valid report that `table` has for its op (its kind).
 
-    Leaves out `ballot`, the number of the attempt to form the job in which the report
-    was made. Also drops unknown fields, which a host of a newer version may send.
+    Leaves out `ballot`, which identifies the attempt to assign hosts to slots in which
+    the report was made. Also drops unknown fields, which a host of a newer version may
+    send.
     """
     known = table[message["op"]]
     return {
