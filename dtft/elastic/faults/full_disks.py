@@ -71,8 +71,8 @@ def memory_full(directory: Path) -> Callable[[], None]:
     Writes one file, `ballast` in `directory`. Returns the function that ends the fault.
 
     Raises:
-        ValueError: the file system is larger than `LARGEST_MEMORY`, so other programs
-            may need its free space.
+        ValueError: the file system is larger than `LARGEST_MEMORY` (1 GiB), so other
+            programs may need its free space.
     """
     found = os.statvfs(directory)
     if found.f_blocks * found.f_frsize > LARGEST_MEMORY:

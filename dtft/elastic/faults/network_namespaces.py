@@ -107,7 +107,10 @@ class HostNamespaces:
         return f"{self._networks[0]}.{self._hosts[host].number}"
 
     def prefix(self, host: str) -> tuple[str, ...]:
-        """Returns `ip netns exec NAME`; it runs a command in the host's namespace."""
+        """Returns the words `ip netns exec NAME`.
+
+        A command that begins with these words runs in the host's namespace.
+        """
         return ("ip", "netns", "exec", self._hosts[host].name)
 
     def cut(self, host: str, reach: Reach) -> NetworkCut:

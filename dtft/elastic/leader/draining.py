@@ -124,8 +124,8 @@ class Draining:
     def _is_leaving(self, host: str) -> bool:
         """Whether a host is to leave the job.
 
-        False if its agent was started anew after the host was to leave, and for a host
-        that is not registered.
+        False for a host that is not registered, and for a host that was to leave but
+        whose agent was started anew.
         """
         known, record = self._departures.get(host), self._registry.records.get(host)
         if known is None or record is None or host not in self._registry.drained:

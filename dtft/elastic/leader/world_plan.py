@@ -57,10 +57,10 @@ class WorldPlan:
         return self.number, self.size, self.turn
 
     def seat(self, host: str) -> dict[str, object]:
-        """Returns what the leader's order tells a host's process to join the world.
+        """Returns the fields of an order with which a host's process joins the world.
 
-        These are the world's "number", the "address" of its coordination service, its
-        "size", and "index", the process index of the host.
+        The fields are the world's "number", the "address" of its coordination service,
+        its "size", and "index", the process index of the host.
         """
         return {
             "number": self.number,
@@ -155,7 +155,8 @@ def why_restarted(
         lost: the hosts in `named` that are lost.
         is_training: whether processes may be in collectives.
 
-    In the last two examples host a serves all processes, so its loss ends the world.
+    In the last two examples host a runs the coordination service for all processes:
+    the loss of host a restarts all trainers, and the loss of host b does not.
 
     >>> world = new_world(1, ("a", "b"), lasts=True)
     >>> why_restarted(world, 1, lasts=True, fatal=False)
@@ -179,7 +180,7 @@ def why_restarted(
     if world.server in lost:
         return f"{world.server}, which served the trainers' processes, was lost"
     if world.server and is_training and not given_up(world, named):
-        return "on accelerators, processes cannot leave collectives while none is lost"
+        return "no process is lost, and on accelerators others cannot leave without"
     return ""
 
 
