@@ -86,9 +86,9 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
     """Returns the root causes: the reasons of the first of these kinds that occurs.
 
-    The kinds (`Cause`) are, in order: a host was lost, a trainer was killed by SIGKILL, a trainer
-    was killed by another signal, anything else. An event of one kind may have caused
-    events of later kinds. Returns [] if there are no reasons.
+    The kinds (`Cause`) are, in order: a host was lost, a trainer was killed by SIGKILL,
+    a trainer was killed by another signal, anything else. An event of one kind may have
+    caused events of later kinds. Returns [] if there are no reasons.
     """
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
