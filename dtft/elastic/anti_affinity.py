@@ -202,9 +202,10 @@ def shortfall(
 ) -> tuple[int, str]:
     """Computes how many copies of every slice are in separate failure domains.
 
-    Domains are those of the level over which copies are spread. If this level is the
-    host although hosts have labels, domains are those of the narrowest level in the
-    labels, because a rack fails as a whole.
+    A level of failure domains is "power", "rack" or "host". Domains are those of the
+    level over which copies are spread. If this level is "host" although hosts have
+    labels, domains are those of the narrowest level in the labels, because a rack fails
+    as a whole.
 
     Args:
         spread: the requested copies, and the level over which they are spread.

@@ -2,7 +2,8 @@
 
 A formation is one assignment of hosts to the job's slots, with one trainer per slot.
 `fill_slots` assigns hosts to slots; `seat` does so when the number of slots may change.
-`next_epoch` numbers the formations. A replica group is the smallest set of hosts that
+`next_epoch` numbers the formations. An incarnation names one start of a host's agent
+(see `process_of`). A replica group is the smallest set of hosts that
 together hold whole copies of the model: one copy, or as many copies as one host holds.
 `choose_slots` chooses the number of slots of a formation, `size_for` computes the
 number of slots for a requested number of replicas, and `resized` computes the state's
@@ -156,7 +157,8 @@ def process_of(incarnation: str) -> str:
     """Returns the part of an incarnation that names the agent process.
 
     An incarnation is PROCESS.NUMBER; PROCESS is returned. After its lease has expired,
-    an agent process registers under the next NUMBER.
+    an agent process registers under the next NUMBER. Before its first registration, the
+    incarnation is PROCESS alone.
 
     >>> process_of("9f3c.2"), process_of("9f3c")
     ('9f3c', '9f3c')
@@ -185,7 +187,9 @@ def fill_slots(
         previous: previous (host, incarnation) of each slot; empty for a new job.
         hosts: the live hosts.
         num_slots: number of slots of a new job; ignored if `previous` is not empty.
-        choose: gives spares to empty slots; None: the spares are taken in order.
+        choose: called with the host of each slot (None for an empty slot) and the
+            sorted spares; returns the host of each slot. None: empty slots get the
+            spares in order.
 
     Returns:
         The host of each slot; None where no host is left. Spares are sorted by the time
@@ -515,7 +519,9 @@ def seat(
         hosts: the live hosts.
         num_slots: new number of slots.
         group_slots: number of slots of a replica group.
-        choose: see `fill_slots`.
+        choose: called with the host of each slot (None for an empty slot) and the
+            sorted spares; returns the host of each slot. None: empty slots get the
+            spares in order.
 
     Returns:
         The host of each slot; None where no host is left.

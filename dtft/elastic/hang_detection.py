@@ -60,7 +60,12 @@ class Stuck:
     """Name of the field of `Timeouts` that sets the limit."""
 
     def text(self, host: str, slot: int, step: int) -> str:
-        """Describes the trainer: host, slot, phase, seconds, and the flag of the limit.
+        """Describes the stuck trainer in one line, with the flag that sets the limit.
+
+        Args:
+            host: the trainer's host.
+            slot: the trainer's slot.
+            step: the last step that the trainer has dispatched.
 
         >>> found = Stuck(phase="data", for_s=61.0, limit_s=60.0, timeout="data")
         >>> found.text("b", 1, 7).partition(" (")[0]
@@ -206,7 +211,10 @@ class ProgressWatch:
         self._dumped = False
 
     def look(self, now: float, seen: Observation) -> JobProgress:
-        """Records an observation at the time `now`; returns the trainer's progress."""
+        """Records an observation; returns the trainer's progress.
+
+        `now` is the time of the observation, in seconds on the monotonic clock.
+        """
         before = self._last
         gap = BLIND_S if before is None else min(now - before[0], BLIND_S)
         same = (seen.phase, seen.since, seen.computing)
@@ -253,7 +261,8 @@ class ProgressWatch:
 
         The first phase is reported at once. A long phase is reported every second, and
         its end at once. Other progress is reported every ten seconds. When the trainer
-        has no phase any more, this is reported once.
+        has no phase any more, this is reported once. `now` is the current time, in
+        seconds on the monotonic clock.
         """
         told = self._reported
         lasts = progress.for_s >= QUIET_S
@@ -272,8 +281,8 @@ class ProgressWatch:
     def dump_due(self, progress: JobProgress) -> bool:
         """Whether the trainer's stacks must be written to its log now.
 
-        True once a phase has lasted for `DUMP_AT` of its limit, at most once for each
-        phase (each step counts as a phase).
+        True once a phase has lasted longer than 80% (`DUMP_AT`) of its limit, at most
+        once for each phase (each step counts as a phase).
         """
         due = bool(progress.phase) and progress.for_s > DUMP_AT * progress.limit_s
         due, self._dumped = due and not self._dumped, self._dumped or due
@@ -305,6 +314,8 @@ class Blame:
 
 def culprit(reports: Mapping[str, JobProgress]) -> Blame:
     """Finds the trainers that the other trainers wait for.
+
+    `reports` maps each host to the progress of its trainer.
 
     If any process is stopped (state T), the result is the stopped processes. Otherwise
     each of these rules keeps some of the hosts that the rules before have kept:
@@ -433,7 +444,8 @@ def _is_silent(heard: tuple[float, JobProgress] | None, now: float) -> bool:
     """Whether a host has never reported, or its last report is older than `FRESH_S`.
 
     `heard` has the arrival time and the content of the last report; None if there was
-    none. A host whose trainer has ended well need not report, and so is not silent.
+    none. `now` is the current time on the same clock, in seconds. A host whose trainer
+    has ended well need not report, and so is not silent.
     """
     return heard is None or (bool(heard[1].phase) and now - heard[0] > FRESH_S)
 

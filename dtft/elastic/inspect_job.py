@@ -54,7 +54,7 @@ class NotThere(RuntimeError):
 
 
 def _ignore(host: str, read: int, total: int) -> None:
-    """Ignores a progress message."""
+    """Ignores the progress of a verification: host, bytes read, bytes of all copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +119,9 @@ class JobState:
         """Whether this state is conclusive, so that the observer need not look again.
 
         A state without commits, with a corrupt copy, or with a host that did not answer
-        is conclusive. Any other state is conclusive if it has a healthy commit whose
-        step no host dropped before the step was read. Hosts drop steps while they are
+        is conclusive. Any other state is conclusive if it has a healthy commit (each of
+        its slices has copies in as many failure domains as at the commit) whose step no
+        host dropped before the step was read. Hosts drop steps while they are
         queried, so another query may give a conclusive state.
         """
         if not self.commits or any(host.corrupt or host.error for host in self.hosts):
@@ -366,6 +367,12 @@ class Observer:
         self, leader: HostRecord, op: str, request: dict[str, Any], limit_s: float
     ) -> dict[str, Any]:
         """Sends a request to the host that leads; returns the reply.
+
+        Args:
+            leader: record of the host that leads.
+            op: kind of the request.
+            request: fields of the request.
+            limit_s: deadline of the reply in seconds.
 
         Raises:
             NotThere: the host does not answer.

@@ -243,7 +243,10 @@ class _Follower:
     sent_at: float
 
     def post(self, message: Message, now: float) -> None:
-        """Sends a message; it also counts as a heartbeat."""
+        """Sends a message, which also counts as a heartbeat.
+
+        `now` is the current time of the event loop, in seconds.
+        """
         self.sent_at = now
         self.channel.post(message)
 

@@ -516,7 +516,8 @@ def _exported(
 
     First waits for an export that the job has begun, if there is one. If storage then
     lacks the step, exports the step from the hosts' memory (`LocalCluster.salvage`).
-    Gives up after `limit_s` seconds, and when `asked` gets another stop signal.
+    Gives up after `limit_s` seconds, and when `asked` gets another stop signal. Also
+    gives up if all agents have ended while it waited for the job's export.
     """
     end, presses_before = time.monotonic() + limit_s, asked.times
     outcome: list[str] = []

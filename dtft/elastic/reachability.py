@@ -111,6 +111,9 @@ def set_aside(
         apart: pairs that do not reach each other.
         leader: name of the leader's host.
 
+    In the example, a and b are in one pair each and have slots; a is left out, because
+    b leads.
+
     >>> set_aside("abc", "ab", {("a", "b")}, "b")
     ['a']
     """
@@ -246,9 +249,10 @@ def try_all(
     """Tries to reach all peers at once; tries each silent peer a second time.
 
     Args:
-        probe: see `Network.probe`.
+        probe: connects to an address, and calls its second argument with "open",
+            "refused" or "silent" (see `Network.probe`).
         addresses: peer to its "host:port".
-        then: called with the peers that were not reached, in sorted order.
+        then: called with the peers whose ports are not open, in sorted order.
     """
     waiting, missed = set(addresses), set[str]()
 

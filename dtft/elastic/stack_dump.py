@@ -101,7 +101,8 @@ def _dump(pid: int, log_path: Path, end: float) -> str:
 def _grown(log_path: Path, before: int, end: float) -> bool:
     """Waits, at most until `end`, until the log has grown and stops growing.
 
-    Returns whether the log has grown.
+    Returns whether the log has grown. `before` is the earlier size of the log in bytes,
+    and `end` a time of `time.monotonic`.
     """
     size, still_since = before, time.monotonic()
     while (now := time.monotonic()) < end:
@@ -114,7 +115,11 @@ def _grown(log_path: Path, before: int, end: float) -> bool:
 
 
 def _write_state(pid: int, log_path: Path, why: str) -> str:
-    """Appends the state of every thread to the log; returns a summary line."""
+    """Appends the state of every thread to the log; returns a summary line.
+
+    `why` continues the words "process PID", such as "cannot run": the reason for which
+    there are no stacks.
+    """
     threads = _threads(pid)
     now = process_state(pid)
     state = now.state if now is not None else "X"

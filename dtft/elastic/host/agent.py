@@ -439,6 +439,7 @@ class Agent:
         """Accepts a host's control connection.
 
         If another host is known to lead, sends a message that names that leader.
+        `hello` is the first message, with the connecting host's record.
 
         Returns:
             The callbacks for messages and for the end of the connection; None to refuse

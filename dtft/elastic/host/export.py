@@ -26,8 +26,14 @@ def start_exporter(
     """Starts an exporter: a process that writes steps to storage.
 
     Returns before the exporter runs. The kernel kills the exporter when the calling
-    process ends. The exporter's stderr is appended to `log_path`. `opening` and `hear`:
-    see `ExporterProcess`.
+    process ends.
+
+    Args:
+        opening: the exporter's settings, which are the fields of its first message
+            (`exporter.Opening`).
+        log_path: the file to which the exporter's stderr is appended.
+        hear: called with the `ExporterProcess` and each answer of the exporter, and at
+            the end of the process (an answer with `ended`).
     """
     return ExporterProcess(
         opening,

@@ -319,8 +319,13 @@ class Follower:
     ) -> None:
         """Starts to fetch ahead the slices of a slot that training steps do not change.
 
-        For the arguments see `Prefetcher.start`. Ignores the order if this host has a
-        slot.
+        Ignores the order if this host has a slot.
+
+        Args:
+            layout: the job's layout (mesh and arrays of the state) as JSON.
+            slot: the slot whose slices are fetched.
+            address: "host:port" of the slot's host.
+            epoch: (generation, attempt) of the assignment that gave the host the slot.
         """
         if self._task is None and self._parts.prefetcher is not None:
             generation, attempt = epoch
@@ -426,7 +431,8 @@ class Follower:
 
         Args:
             ballot: (term, number) of the round.
-            world: see `train.world.World.join`.
+            world: the world's `number`, `size` (number of processes) and `address` of
+                its coordination service, and the `index` of this host's process.
         """
         if ballot < self._ballot or self._task is not None:
             return
@@ -448,10 +454,11 @@ class Follower:
         try_all(self._parts.probe, reach, lambda missed: told(missed=missed))
 
     def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
-        """Returns the result of `Copies.report`.
+        """Returns this host's report of its copies, for the leader.
 
-        If `Copies.report` raised an exception, returns a report that lists no copy and
-        names all copies of this host as corrupt.
+        `outcome` is the finished future of `Copies.report`. If it has an exception,
+        returns a report that lists no copy and names all copies of this host as
+        corrupt.
         """
         error = outcome.exception()
         if error is None:
@@ -521,13 +528,13 @@ class Follower:
             fatal: whether a waiting trainer is ended too, also without a slot.
             keep: number of the world (set of connected JAX processes) whose trainer
                 keeps its process; 0 for none.
-            left: called once the kept trainer has given up its slot, or has ended; see
-                `left_slot`.
+            left: called once the kept trainer has given up its slot, or has ended. Its
+                argument is the return code of a trainer that has ended by itself, else
+                None.
 
         Returns:
-            The result of `Trainers.let_go`. None if `let_go` was not called: this host
-            has no slot and `fatal` is False, or the trainer keeps its process and gives
-            up its slot.
+            The exit code of a trainer that had already ended with this host's slot, if
+            that end has not been reported yet; else None.
         """
         code = None
         task, self._task = self._task, None
@@ -550,13 +557,19 @@ class Follower:
     def _leave(self, world: int, left: Callable[[int | None], None]) -> bool:
         """Orders the trainer to give up its slot, and to keep its process.
 
-        If the trainer has not given up its slot after `LEAVE_S` seconds, it is killed;
-        before that, it writes its stacks to its log. `left` is called when the slot is
-        given up, see `_stand_down`. `world` is the number of the world (set of
-        connected JAX processes) in which the trainer must be.
+        A trainer that has not given up its slot after `LEAVE_S` seconds is killed; its
+        stacks are written to its log `STACKS_S` seconds earlier.
+
+        Args:
+            world: number of the world (set of connected JAX processes) in which the
+                trainer must be.
+            left: called once the trainer has given up its slot, or has ended. Its
+                argument is the return code of a trainer that has ended by itself, else
+                None.
 
         Returns:
-            False if the order was not sent, see `Trainers.leave`.
+            Whether the order was sent. False if this host's slot has no trainer that
+            can obey it (see `Trainers.leave`).
         """
         number = next(self._leaves)
         if not self._trainers.leave(number, world):
@@ -696,9 +709,9 @@ class Follower:
     ) -> None:
         """Drops copies older than a replicated step, except the last committed step.
 
-        Also reports the step to the trainer, with the buffers that it wants for its
-        next snapshot, and starts a standby trainer. Without a slot or copies, this host
-        only remembers the commit.
+        Also reports the step to the trainer, with the buffers that the trainer wants
+        for its next snapshot, and starts a standby trainer. Without a slot or copies,
+        this host only remembers the commit.
 
         Args:
             step: the replicated step: each of its slices has enough copies on hosts.
@@ -961,9 +974,15 @@ class Follower:
     ) -> dict[str, Any] | None:
         """Takes free buffers of the arena for a step that the trainer will write.
 
+        Args:
+            task: this host's slot.
+            holder: this host's copies, in whose arena the buffers are.
+            step: the step.
+
         Returns:
-            The answer to the trainer. None if no buffer is free, which is reported to
-            the leader.
+            The answer to the trainer: `step`, the buffers, and `copied` (which slices
+            to copy, see `Copies.share`). None if no buffer is free, which is reported
+            to the leader.
         """
         task.wanted = None
         try:
@@ -1023,8 +1042,9 @@ class Follower:
     def trainer_exited(self, ident: int, code: int) -> None:
         """Reports to the leader that the trainer of this host's slot has ended.
 
-        `ident` identifies the ended trainer; other trainers are ignored. `code` is that
-        of the event "trainer_exit" (see `Trainers`).
+        `ident` identifies the ended trainer. Does nothing if that trainer did not have
+        the slot. `code` is the return code of a process that this agent started. For a
+        user's process it is 1 if the process had said that it leaves the job, else 0.
         """
         if self._trainers.exited(ident):
             self._tell_exit(code, self._ballot)
@@ -1038,7 +1058,11 @@ class Follower:
     # ------------------------------------------------------------------- storage
 
     def export(self, order: dict[str, Any]) -> None:
-        """Starts the export of a committed step from the arena to storage."""
+        """Starts this host's part in the export of a committed step to storage.
+
+        `order` has the `step`, the `slot` whose slices this host writes, and the
+        settings of the export (see `HostExports.begin`).
+        """
         self._export_attempt = order["failures"]
         holder = self._copies.holding(order["step"], order["slot"])
         self._exports.begin(holder, {**order, "epoch": self.epoch})
@@ -1052,11 +1076,17 @@ class Follower:
         self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
-        """Passes an exporter's message to `HostExports.answer`."""
+        """Handles a message of the exporter process: step written, failure, or end.
+
+        See `HostExports.answer`.
+        """
         self._exports.answer(exporter, message)
 
     def exported(self, step: int, ok: bool, error: str) -> None:
-        """Reports the outcome of this host's part of an export."""
+        """Reports to the leader whether this host's part of an export succeeded.
+
+        `error` is the reason of a failure; "" if `ok`.
+        """
         attempt = self._export_attempt
         self._tell("exported", step=step, ok=ok, error=error, attempt=attempt)
 

@@ -83,9 +83,11 @@ def _verified(
     """Reads and verifies all copies of this host; returns fields of the reply.
 
     `holder` has the copies for the newest assignment of slots, and `former` the copies
-    for earlier assignments. `held` (digests by step and slice key) and `unread` (steps
-    dropped meanwhile) describe `holder` alone. `corrupt` and the totals (`copies`,
-    `nbytes`) also include `former`, except copies whose memory was freed meanwhile.
+    for earlier assignments. At most `rate` bytes per second are read (0: no limit);
+    progress is sent on `channel`. In the reply, `held` (digests by step and slice key)
+    and `unread` (steps dropped meanwhile) describe `holder` alone. `corrupt` and the
+    totals (`copies`, `nbytes`) also include `former`, except copies whose memory was
+    freed meanwhile.
 
     Raises:
         ConnectionAbortedError: the memory of `holder` was freed meanwhile.

@@ -67,7 +67,15 @@ def handlers(
     accept: "Accept",
     asked: "Asked",
 ) -> dict[str, Callable[[Channel], None]]:
-    """Maps each kind of connection to its handler; for the arguments see `listen`."""
+    """Maps each kind of connection, such as "push" or "fetch", to its handler.
+
+    Args:
+        config: settings of this host's agent.
+        inbox: this host's state, from which pushes and fetches are answered.
+        loop: the agent's event loop.
+        accept: accepts a control connection; called on the loop.
+        asked: handlers of users' requests; called on the loop.
+    """
 
     def export(channel: Channel) -> None:
         serve_export(channel, config, lambda *it: loop.post(asked.export, *it))
@@ -92,7 +100,7 @@ def handlers(
 
 
 def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
-    """Serves one host's control connection until the connection ends.
+    """Serves one host's control connection, `raw`, until the connection ends.
 
     Closes the connection if the event loop has not accepted it within `ACCEPT_S`.
 

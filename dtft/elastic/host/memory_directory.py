@@ -50,6 +50,8 @@ _holding = threading.Lock()
 def check_name(flag: str, name: str) -> None:
     """Refuses a name that cannot be part of a path and of a store key.
 
+    `flag` is the command-line flag that gave the name, for the error text.
+
     >>> check_name("--job", "resnet-50_v1.2")
     >>> check_name("--job", "a/b c")
     Traceback (most recent call last):

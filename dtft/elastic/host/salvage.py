@@ -248,7 +248,7 @@ class Salvage:
 
         Args:
             roots: maps step to root digest (one digest over all slices), for each
-                commit in the store.
+                commit that is known to be recorded.
             limit_s: seconds for the whole salvage.
 
         Returns:

@@ -60,7 +60,7 @@ def base_config(
 ) -> AgentConfig:
     """Returns the settings of an agent that are known before a process has attached.
 
-    `with_terms` adds the others.
+    `store` is the store's address. `with_terms` adds the job's other settings.
     """
     return AgentConfig(
         job=job,

@@ -318,7 +318,8 @@ class Trainers:
     ) -> AttachedTrainer | None:
         """Accepts an attaching process and returns its trainer.
 
-        If the process is refused, sends it the reason and returns None.
+        `message` is the process's `attach` message, and `link` the connection to the
+        process. If the process is refused, sends it the reason and returns None.
         """
         started = self._started(message["pid"])
         error = None if started else self._objection(message)
@@ -472,12 +473,15 @@ class Trainers:
     def join(self, world: Mapping[str, Any]) -> None:
         """Makes the waiting trainer join a world of JAX processes, without a slot.
 
-        It becomes the member (see `Trainers`). Starts a trainer first if none waits.
-        Does nothing if the member is already the process with this index of this world,
-        or if the user starts the trainers.
+        The trainer becomes the member (see `Trainers`). Starts a trainer first if none
+        waits. Kills a member that has another index or is in another world. Does
+        nothing if the member is already the process with this index of this world, or
+        if the user starts the trainers.
 
         Args:
-            world: see `train.world.World.join`.
+            world: the world's `number`, the `index` of this host's process in the
+                world, and what the process needs to connect: see
+                `train.world.World.join`.
 
         Raises:
             OSError: a new trainer cannot be started.
@@ -493,8 +497,8 @@ class Trainers:
     def rehearse(self, world: int, fields: Mapping[str, Any]) -> None:
         """Passes the order to compile steps ahead to the trainer in this world, if any.
 
-        `world` is the number of the world (set of connected JAX processes), and
-        `fields` are those of the order `rehearse`.
+        `world` is the number of the world (set of connected JAX processes). `fields`
+        are `turn`, `formations` and `items`, see `Follower.rehearse`.
         """
         with self._lock:
             for trainer in (self._trainer, self._member):
@@ -584,7 +588,8 @@ class Trainers:
     def formed(self, **fields: Any) -> None:
         """Sends the user's process the step that it can restore, so that it continues.
 
-        `fields` are those of the message `formed`.
+        `fields` are `source` (where the state comes from: "memory", "storage" or
+        "init") and `step` (the restorable step).
         """
         with self._lock:
             if self._trainer is not None:
@@ -624,7 +629,8 @@ class Trainers:
     def _ended(self, trainer: AttachedTrainer, code: int) -> None:
         """Forgets a trainer that has ended or is given up; emits "trainer_exit".
 
-        Does nothing in a second call for the same trainer.
+        `code` is that of the "trainer_exit" event (see `Trainers`). Does nothing in a
+        second call for the same trainer.
         """
         with self._lock:
             if self._known.pop(trainer.ident, None) is None:

@@ -2,7 +2,8 @@
 
 A call tries the members in turn until one answers; all attempts share one deadline. A
 request that must not be applied twice is not sent again once it may have been applied.
-`etcd_wire` has the wire format and the sockets.
+`etcd_wire` has the wire format and the sockets. Deadlines in arguments (`end`, `limit`)
+are times of `time.monotonic`.
 
 No gRPC client is used. Figures, measured with `python benchmarks/etcd_clients.py` (2
 cores), are in this order: this module, aetcd 1.0, etcd-client-py 0.5.1.
@@ -91,7 +92,10 @@ def version_warning(version: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One request; any member may answer."""
+    """One request; any member may answer.
+
+    `operation` names the request in error texts, and `path` is its URL path.
+    """
 
     operation: str
     path: str
@@ -342,6 +346,13 @@ class EtcdStore:
         Each member gets an equal share of the remaining time. If a failure may be
         temporary, such as an election, all members are tried again until the deadline.
 
+        Args:
+            operation: names the request in error texts.
+            path: URL path of the request.
+            body: the request, which is sent as JSON.
+            repeat: whether the request may be sent again although it may have been
+                applied.
+
         Raises:
             StoreUnavailable: no member replied in time, or a member refused.
             ValueError: the request is invalid.
@@ -455,6 +466,8 @@ class EtcdStore:
     ) -> dict[str, str]:
         """Returns the headers of a request; logs in first if there is no token.
 
+        Without a user there is no login. `operation` names the request in error texts.
+
         Raises:
             OSError: the login had no reply by `end`; the request was not sent.
             StoreRefused: the member refuses user and password, or the password cannot
@@ -491,7 +504,7 @@ class EtcdStore:
         """Returns this thread's connection to a member, which may not be open yet.
 
         Closes the thread's connection to another member, and connections of ended
-        threads.
+        threads. `operation` names the request in error texts.
 
         Raises:
             StoreUnavailable: this client is closed.
@@ -535,8 +548,8 @@ class EtcdStore:
         """Makes the error for a call that no member answered.
 
         The error is StoreRefused if every member refuses this client, else
-        StoreUnavailable. `problems` maps each member, "host:port", to what went wrong
-        there.
+        StoreUnavailable. `problems` maps each member, "host:port", to its error.
+        `operation` names the request in the error text.
         """
         refused = all(problem.refused for problem in problems.values())
         kind = StoreRefused if refused else StoreUnavailable

@@ -2,7 +2,8 @@
 
 Keys and values are in Base64, integers are strings, and fields of value 0 are left out.
 Calls use HTTP/1.1, endless responses HTTP/1.0. Every wait on the network ends at a
-deadline that the caller gives; `EtcdStream.receive` waits for at most 0.2 s.
+deadline that the caller gives (`end`, a time of `time.monotonic`); `EtcdStream.receive`
+waits for at most 0.2 s.
 """
 
 import base64
@@ -258,6 +259,10 @@ def connect(
 def _addresses(host: str, port: int, end: float) -> list[tuple[int, Any]]:
     """Resolves a host name on a thread, which is abandoned if the resolver hangs.
 
+    Returns:
+        (address family, socket address with `port`) of each address, as `socket` takes
+        them.
+
     Raises:
         OSError: the name cannot be resolved by the time `end`.
     """
@@ -503,7 +508,11 @@ class EtcdStream:
         self._socket.settimeout(_POLL_S)
 
     def _refused(self, head: bytes, end: float) -> str:
-        """Returns the start of a refusal's header and body; waits for the body."""
+        """Returns the start of a refusal's header and body, for an error text.
+
+        `head` is the header. Waits until 200 bytes of the body have arrived, the body
+        is over, or the deadline `end` has passed.
+        """
         with contextlib.suppress(OSError):
             while len(self._buffer) < 200:
                 self._socket.settimeout(left_s(end))

@@ -333,8 +333,9 @@ class Membership:
     def _changed(self, pairs: Pairs, revision: int) -> None:
         """Parses the job's keys into a view and calls `on_view`.
 
-        If the store has lost data since the view before, a new era is written instead:
-        a number that tells views before the loss from views after it.
+        `pairs` are the keys with their values at the store's `revision`. If the store
+        has lost data since the view before, a new era is written instead: a number that
+        tells views before the loss from views after it.
         """
         if self._stopped:
             return

@@ -26,6 +26,8 @@ class MirrorSource(Protocol):
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
         """Calls `changed` with all pairs under `prefix`, now and after every change.
 
+        The second argument of `changed` is the store's revision of these pairs.
+
         Returns:
             A function that ends the mirror.
         """
@@ -42,8 +44,8 @@ class ThreadMirrors:
     def mirror(self, prefix: str, changed: Changed) -> Callable[[], None]:
         """Starts a thread that calls `changed` with all pairs under `prefix`.
 
-        `changed` is called at once and after every change. Returns a function that ends
-        the mirror. See `MirrorSource.mirror`.
+        `changed` is called at once and after every change, also with the store's
+        revision. Returns a function that ends the mirror.
         """
         stop = threading.Event()
         arguments = (self._store, prefix, changed, stop)

@@ -98,6 +98,9 @@ def next_step(
     (without the data) if starts on the same data have failed too often or for too long.
     Otherwise the action is "wait".
 
+    In the example etcd has ended when it is checked at the time 5.0, so the outage
+    begins then, and the first start needs no pause.
+
     >>> dead = ProbedEtcd(now=5.0, running=False, ready=False, silent_s=0.0)
     >>> outage, step = next_step(Outage(), dead, SupervisionLimits())
     >>> step, outage.begun

@@ -104,7 +104,10 @@ class ViewReader:
         """Key to its value and the parsed result."""
 
     def view(self, pairs: Collection[KeyValue], revision: int) -> View:
-        """Parses the job's pairs into a view; an unreadable value counts as absent."""
+        """Parses the job's pairs into a view; an unreadable value counts as absent.
+
+        `revision` is the store's revision at which the pairs were read.
+        """
         former, self._known = self._known, {}
         found = {pair.key.removeprefix(self._prefix): pair for pair in pairs}
 

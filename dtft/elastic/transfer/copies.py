@@ -130,12 +130,15 @@ class Copies:
 
         If the config's `share` is "divided", the hosts that own a slice take turns in
         copying it.
-        `turn` numbers the snapshots since the slot was assigned (`SlotTask.turn`).
+
+        Args:
+            turn: number of the snapshot since the slot was assigned, from 0
+                (`SlotTask.turn`).
 
         Returns:
-            For each of the slot's slices whether this host copies it, as flags from
-            `pack_flags`; b"" if all slices are copied at every turn (`share` is
-            "full").
+            One bit for each of the slot's slices, eight to a byte: whether this host
+            copies the slice (`unpack_flags` reads the bits). b"" if all slices are
+            copied at every turn (`share` is "full").
         """
         holder = self.holder
         assert holder is not None

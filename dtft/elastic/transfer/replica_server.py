@@ -57,9 +57,9 @@ def find_copies(
 ) -> list[Parts]:
     """Returns the memory of the slices with these keys, each from a holder with a copy.
 
-    If several holders have a slice, the last of these holders is used. The copies are
-    of the given step; if `step` is `NEWEST`, the newest copy in the used holder is
-    taken.
+    A holder has the copies for one layout and slot; a None in `holders` is skipped. If
+    several holders have a slice, the last of these holders is used. The copies are of
+    the given step; if `step` is `NEWEST`, the newest copy in the used holder is taken.
 
     Raises:
         KeyError: no holder has a copy of a slice at this step.
@@ -109,7 +109,11 @@ def serve_pushes(channel: Channel, inbox: Inbox) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Announced:
-    """The validated header of a push, which is a peer's slices of one step."""
+    """The validated header of a push, which is a peer's slices of one step.
+
+    `source` is the peer's slot. `digests` has the digests of each slice, and `items`
+    the values of the checkpoint that are not arrays.
+    """
 
     epoch: Epoch
     source: int

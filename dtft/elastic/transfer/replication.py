@@ -99,7 +99,8 @@ class Pusher:
         """Tries to send one step; returns whether the step needs no further try.
 
         True if the peer has the step or does not need it, or if this host's memory has
-        dropped the step. False after a failed connection or a failed send.
+        dropped the step. False after a failed connection or a failed send. `deadline`
+        is the time of `time.monotonic` by which the step must have arrived.
         """
         try:
             return self._send(step, deadline)

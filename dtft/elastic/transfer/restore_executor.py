@@ -116,9 +116,17 @@ def restore_copies(
 ) -> dict[str, Any]:
     """Allocates memory for the slot in a leader's order and restores its slices.
 
+    Args:
+        copies: this host's copies, among them the memory of the slot.
+        order: the leader's order, see `restore_into`.
+        config: settings of this host's agent.
+        credentials: the job's credentials.
+        nixl: reads from peers that have NIXL too; None: without NIXL.
+
     Returns:
-        The result of `restore_into`; or only `fatal`, the reason of a failure: memory
-        could not be allocated, or a newer order of the leader has arrived.
+        The result of `restore_into`: bytes, seconds and digests, or an `error`. Only
+        `fatal`, a reason, if memory could not be allocated or a newer order of the
+        leader has arrived.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:

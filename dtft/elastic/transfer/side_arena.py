@@ -83,8 +83,8 @@ class SideArena:
 class Resharding:
     """Assembles the slices of a step that this host's process requests.
 
-    Emits the event ("assembled", task, answer). The answer has `arena` (path of the
-    memory) and `digests`, or `error`.
+    Emits the event ("assembled", task, answer). The answer has the `step`, its `layout`
+    as JSON, and either `arena` (path of the memory) and `digests`, or `error`.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class Resharding:
 
         Args:
             task: this host's slot, for which the process requests the step.
-            told: the leader's order, see `ReshardPlans.order_for`.
+            told: the leader's order: `step`, `layout` (the requested mesh and arrays,
+                as JSON), `regions` (the pieces of committed slices to read, by host)
+                and `digests` of these committed slices.
         """
         args = task, told
         threading.Thread(target=self._assemble, args=args, daemon=True).start()
