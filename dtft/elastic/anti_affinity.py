@@ -67,8 +67,8 @@ class Surroundings:
     def placed(self) -> tuple[str, ...]:
         """The failure domain of each slot, by which the job's copies were placed.
 
-        () if no host had a label then (each slot is its own domain), or if no slot has
-        been assigned yet.
+        () if no host had a label when they were placed (each slot is its own domain),
+        or if no slot has been assigned yet.
         """
         return self.assignment.spread.domains if self.assignment else ()
 

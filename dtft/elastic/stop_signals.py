@@ -83,12 +83,12 @@ class StopProgress:
 def waits_for(progress: StopProgress) -> str:
     """Describes what the job waits for before it can stop.
 
-    These are, in this order: the store, if it has not recorded the request to stop; the
-    export in progress; a host for a slot without one; the job to be formed. Otherwise
-    the job waits for a step boundary, with the last finished step of each host in the
-    text. Trainers are at a step boundary once the newest dispatched step (`computing`)
-    is finished on a host and committed. After that only the export of this step is
-    missing.
+    The first of these that applies is described: the store, if it has not recorded the
+    request to stop; an export in progress; a host for an empty slot; the forming of the
+    job; the trainers. Trainers must reach a step boundary; the text has the last
+    finished step of each host. They are at a step boundary once the newest dispatched
+    step (`computing`) is finished on a host and committed. After that only the export
+    of this step is missing.
 
     In the first example step 12 is finished but not committed; in the second, step 10
     is dispatched but not finished.

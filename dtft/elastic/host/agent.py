@@ -406,10 +406,9 @@ class Agent:
     def _newest_leader(self) -> tuple[int, HostRecord] | None:
         """Returns (term, record) of the newest known leader; None if there is none.
 
-        The term is the number of the leader's time in office.
-
-        A leader that another host has named counts only while the store does not
-        answer, and only if its term is later than that of the leader in the store.
+        The term is the number of the leader's time in office. The leader is the one in
+        this host's last view of the store. While the store does not answer, it is the
+        leader that another host has named, if that leader's term is later.
         """
         view = self._membership.view
         if self._hint is not None and self._hint[0] > view.term and not self._store_up:

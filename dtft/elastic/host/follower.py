@@ -650,8 +650,9 @@ class Follower:
     def _restored(self, task: SlotTask, outcome: dict[str, Any]) -> None:
         """Reports a restore's outcome; ignores the restore of a former slot.
 
-        After success, also sends the trainer the state's location, or the user's
-        process the step that it can restore.
+        `outcome` is the result of `restore_copies`. After success, also sends the
+        trainer the state's location, or the user's process the step that it can
+        restore.
         """
         if task is not self._task:
             return
@@ -792,7 +793,8 @@ class Follower:
     def assembled(self, task: SlotTask, answer: dict[str, Any]) -> None:
         """Tells the user's process where its resharded step is, or why there is none.
 
-        If `task` is no longer this host's task, frees the memory of the step instead.
+        `answer` is the result of the resharding for `task` (see `Resharding`). If
+        `task` is no longer this host's task, frees the memory of the step instead.
         """
         if task is self._task:
             self._trainers.send("assembled", **answer)
@@ -1060,8 +1062,8 @@ class Follower:
     def export(self, order: dict[str, Any]) -> None:
         """Starts this host's part in the export of a committed step to storage.
 
-        `order` has the `step`, the `slot` whose slices this host writes, and the
-        settings of the export (see `HostExports.begin`).
+        `order` is the leader's order. Among its fields are `step`, the `slot` whose
+        slices this host writes, and `transfers` (slices to fetch from peers first).
         """
         self._export_attempt = order["failures"]
         holder = self._copies.holding(order["step"], order["slot"])

@@ -121,7 +121,9 @@ def make_memory_directory(directory: Path) -> None:
 
 
 def _put_in_place(fresh: Path, directory: Path) -> None:
-    """Renames `fresh` to `directory`; first removes a dead agent's `directory`.
+    """Renames a new directory, `fresh`, to `directory`.
+
+    First removes `directory` if it belongs to a dead agent.
 
     Raises:
         ValueError: `directory` belongs to a live agent or to another user.

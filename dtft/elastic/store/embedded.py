@@ -364,7 +364,10 @@ class EmbeddedEtcd:
                 shutil.rmtree(self._data, ignore_errors=True)
 
     def _tail(self) -> str:
-        """Returns the last five log lines since the last start, for error messages."""
+        """Returns the last five log lines since the last start, for error messages.
+
+        If there is no log file, the text is that etcd was not started.
+        """
         if not self._log.exists():
             return " It was not started."
         return f" End of {self._log}:\n" + "\n".join(self._last_lines()[-5:])

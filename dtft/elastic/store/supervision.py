@@ -128,7 +128,7 @@ def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
     """Returns the state of an outage after a start of etcd at the time `now`.
 
     The start counts as failed until etcd serves. Also sets the earliest time of the
-    next start.
+    next start. Times are in seconds on the monotonic clock.
     """
     lately = [at for at in outage.starts if at > now - limits.steady_s]
     pause = limits.pauses_s[min(outage.failed + 1, len(limits.pauses_s) - 1)]
@@ -143,8 +143,9 @@ def started(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
 def obstructed(outage: Outage, now: float, limits: SupervisionLimits) -> Outage:
     """Returns the state of an outage after a full disk or taken port prevented a start.
 
-    The next start is due after the longest pause. The count of failed starts begins
-    again at 0, because the data did not cause this failure.
+    The next start is due after the longest pause in `limits`, from the time `now` on
+    (seconds on the monotonic clock). The count of failed starts begins again at 0,
+    because the data did not cause this failure.
     """
     pause = limits.pauses_s[-1]
     return replace(outage, due=now + pause, counting_from=now + pause, failed=0)
