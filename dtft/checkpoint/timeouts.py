@@ -15,8 +15,8 @@ class Timeouts:
     """All timeouts of a job, in seconds.
 
     Raises ValueError if a timeout is not positive, `lease` is below 2 s, or `step` is
-    below `SHORTEST_STEP_S`. Also raises ValueError unless `restore` is below `start`,
-    `save` above `replicate`, and `step` below `stage`.
+    below `SHORTEST_STEP_S` (3 s). Also raises ValueError unless `restore` is below
+    `start`, `save` above `replicate`, and `step` below `stage`.
     """
 
     lease: float = 5.0

@@ -34,7 +34,10 @@ steps to the next snapshot. Only jobs with an automatic interval save this item.
 
 @dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """The arrays and items of one save."""
+    """What one save writes: arrays, and JSON values beside the arrays (items).
+
+    Also has times measured since the last snapshot, for an automatic interval.
+    """
 
     arrays: Mapping[str, jax.Array | np.ndarray]
     """Maps leaf path to a ready global array, or to a numpy array that every process
@@ -48,7 +51,7 @@ class SaveArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreArgs:
-    """The leaves to restore."""
+    """The leaves to restore: the shape, dtype and sharding of each leaf path."""
 
     abstract: Mapping[str, jax.ShapeDtypeStruct]
     """Maps leaf path to shape, dtype and sharding."""
@@ -160,7 +163,8 @@ class AgentCheckpointManager:
     def _following(self) -> int | None:
         """Returns the step to save next, so that its memory can be requested early.
 
-        Returns None if the last step of the run is unknown or was saved.
+        It is the next step of the snapshot schedule, but at most the last step of the
+        run. Returns None if the last step of the run is unknown or was saved.
         """
         if self._last_step is None or self._saved >= self._last_step:
             return None
@@ -262,6 +266,10 @@ class AgentCheckpointManager:
 
         The leader chose this step. The order says whether it is read from this host's
         memory or from storage.
+
+        Args:
+            step: the step that the leader chose; None accepts whichever it chose.
+            args: shape, dtype and sharding of each leaf.
 
         Returns:
             The arrays by leaf path, and the JSON items of the step. None if the job
@@ -645,7 +653,8 @@ class AttachedMemory(AgentCheckpointManager):
         """Detaches from the agent; committed steps stay in the agents' memory.
 
         Waits first until the step saved last is safe (all its copies are verified), but
-        for at most `LEAVE_S` seconds: if peers have ended, it never becomes safe.
+        for at most `LEAVE_S` (5) seconds. If peers have ended, the step never becomes
+        safe.
         """
         with contextlib.suppress(AgentGone, TimeoutError):
             what = f"step {self._saved}"

@@ -284,7 +284,13 @@ class AgentLink:
         self.send_packed(packed(op, fields))
 
     def send_packed(self, message: bytes) -> None:
-        """Sends a message from `packed`; see `send`."""
+        """Sends a message that `packed` has encoded.
+
+        Raises:
+            LinkClosed: either end is closed, or the send takes longer than the limit
+                that `receive` has set on the socket.
+            NotReading: the other end does not read within the limit of `serve_links`.
+        """
         try:
             with self._lock:
                 self._socket.sendall(message)
@@ -480,7 +486,11 @@ class NoAgent(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SeenAgent:
-    """An agent's description of itself, which `ask` returns."""
+    """An agent's description of itself, which `ask` returns.
+
+    It has the path of the agent's socket, the names of its job and host, and the
+    process that is attached to the agent.
+    """
 
     path: Path
     job: str
@@ -491,7 +501,10 @@ class SeenAgent:
 
 @dataclass(frozen=True, kw_only=True)
 class Attached:
-    """The link of an attached process to its agent, and how the agent names itself."""
+    """A process's link to the agent that has accepted it.
+
+    Also has the path of the agent's socket, and the agent's names of its job and host.
+    """
 
     link: AgentLink
     path: Path
@@ -510,8 +523,8 @@ def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
             processes of the job; see `distributed.terms_of`.
 
     Raises:
-        NoAgent: no agent answers, several are free and none is named, or the agent
-            refuses. The message gives the remedy.
+        NoAgent: no agent answers, the agent refuses, or `given` is None and several
+            agents have no attached process. The message gives the remedy.
     """
     until = time.monotonic() + TAKEN_S
     path = _found(given, until)
@@ -543,10 +556,15 @@ def _found(given: str | None, until: float) -> Path:
 
 
 def _ask_in(path: Path, terms: Mapping[str, Any]) -> tuple[AgentLink, dict[str, Any]]:
-    """Connects to an agent and asks it to accept this process.
+    """Connects to the agent that listens at `path`; asks it to accept this process.
+
+    Args:
+        path: path of the agent's socket.
+        terms: the index of this process, and the settings that must be equal on all
+            processes of the job.
 
     Returns:
-        The link, and the agent's answer.
+        The link, and the agent's answer: `attached`, or `refused` with its reason.
 
     Raises:
         NoAgent: no agent answers, or the socket cannot be trusted.
@@ -568,7 +586,8 @@ def hello(
 
     Args:
         link: the link to the agent; all later messages use it, too.
-        terms: see `attach`; empty for a trainer that the agent has started.
+        terms: the index of this process, and the settings that must be equal on all
+            processes of the job; empty for a trainer that the agent has started.
         answer_s: limit of the wait in seconds. None: no limit, for a trainer that the
             agent has started and that ends with the agent.
 
@@ -590,7 +609,8 @@ def find(given: str | None, environment: Mapping[str, str]) -> Path:
     the socket of the only agent on this machine without an attached process.
 
     Raises:
-        NoAgent: no path is named, and no agent or more than one is free.
+        NoAgent: no path is given, and no agent, or more than one, is without an
+            attached process.
     """
     named = given or environment.get(AGENT_SOCKET_VARIABLE)
     if named:

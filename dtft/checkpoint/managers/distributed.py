@@ -192,8 +192,8 @@ def placed(
 ) -> dict[str, RestoreTarget | None]:
     """Returns `wanted`, where array targets without a sharding get the saved sharding.
 
-    The targets of an item with a fallback sharding, and of leaves that were saved
-    without a sharding, stay unchanged.
+    A target stays unchanged if its leaf was saved without a sharding, or if its item
+    has a `RestoreTarget.fallback`: the sharding of all targets without a sharding.
 
     Args:
         record: describes the saved step: its items, leaves and shardings.
@@ -354,7 +354,8 @@ def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) 
         saved: the leaf with its saved partition spec.
 
     Raises:
-        ValueError: as `wanted_structs`.
+        ValueError: the leaf was saved divided over processes, but has no sharding to
+            be read onto.
     """
     on_devices = kind_wanted(target, leaf) in ("array", "key")
     if on_devices and is_free_target(target):
@@ -437,9 +438,10 @@ class JobSteps:
         return self._listed
 
     def newest(self) -> int | None:
-        """Returns the step saved last; before the first save, the newest known step.
+        """Returns the step saved last.
 
-        Returns None if memory and storage have no step. Does not wait for copies or for
+        Before the first save, this is the newest step in memory or in storage. Returns
+        None if memory and storage have no step. Does not wait for copies or for
         other processes. Used by `should_save`.
         """
         if self._memory.saved is not None:
@@ -464,9 +466,16 @@ class JobSteps:
     ) -> None:
         """Copies this process's slices of a step into the memory of its agent.
 
-        Waits first until the agents have replicated the previous step. With `at_once`,
-        requests at the end that the step is written to storage. For the other
-        arguments, see `ReplicatedCheckpointManager.save`.
+        Waits first until the agents have replicated the previous step.
+
+        Args:
+            step: number of the step.
+            args: `ocp.args.StandardSave`, or an `ocp.args.Composite` of `StandardSave`
+                and `JsonSave`.
+            metrics: the metrics of the step: JSON values or scalars.
+            custom_metadata: JSON values that `metadata` returns.
+            at_once: whether to request that the step is written to storage, even if it
+                is not due.
 
         Raises:
             ValueError: the step is not above the newest step, `args` or `metrics`
@@ -533,8 +542,14 @@ class JobSteps:
         """Restores a step from the agents' memory, or else from storage.
 
         If the requested shardings need slices that a process did not save, the agents
-        fetch these slices from peers. Arguments and errors: see
+        fetch these slices from peers. For the errors, see
         `ReplicatedCheckpointManager.restore`.
+
+        Args:
+            step: one of `all_steps()`; None for the newest.
+            args: `ocp.args.StandardRestore` or `Composite`, with the requested
+                shardings. An array for which `args` gives no sharding is restored onto
+                its saved sharding.
         """
         chosen = self._chosen(step)
         if chosen != self._memory.in_memory:

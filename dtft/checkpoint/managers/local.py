@@ -67,7 +67,14 @@ class Storing:
         versions: Versions,
         condition: threading.Condition,
     ) -> None:
-        """Lists the directory; no exporter is started yet."""
+        """Lists the directory; no exporter is started yet.
+
+        Args:
+            directory: the directory of the storage tier.
+            options: the options of the checkpoint manager.
+            versions: the steps in this process's memory.
+            condition: guards `versions` and this object; notified after each write.
+        """
         self._options, self._versions = options, versions
         self._condition = condition
         self._exporter: ExporterProcess | None = None
@@ -91,7 +98,7 @@ class Storing:
 
     @property
     def steps(self) -> frozenset[int]:
-        """The steps in storage, as of the last write or `reload`."""
+        """The steps in storage, as of the last write, `delete` or `reload`."""
         return frozenset(self._steps)
 
     def reload(self) -> None:
@@ -99,11 +106,15 @@ class Storing:
         self._steps = set(self.stored.steps())
 
     def committed(self, version: Version, *, at_once: bool) -> None:
-        """Queues a step for storage if the step is due or `at_once`.
+        """Queues a step for storage if the step is due, or if `at_once` is True.
 
         A queued step replaces the step that waits in the queue. If the step is not
         queued, starts an exporter (the process that writes to storage) unless one
         exists. Called after the step was committed to memory.
+
+        Args:
+            version: the step in memory.
+            at_once: whether to queue a step that is not due.
         """
         if at_once or is_storage_due(self._options, version.step, self._tried):
             self._tried = version.step
@@ -282,7 +293,11 @@ class Storing:
             self._condition.notify_all()
 
     def _text(self, step: int, reason: str) -> str:
-        """Formats the message that `step` was not stored: why, and what follows."""
+        """Formats the message that `step` was not stored, with the reason.
+
+        The message also names a later step that is in storage. Without a later step, it
+        says whether the next step that is due will be tried.
+        """
         later = max((one for one in self._steps if one > step), default=None)
         if later is not None:
             follows = f"Step {later} did, after it."
@@ -331,7 +346,7 @@ class Storing:
     # ------------------------------------------------------------------- metrics
 
     def metrics(self, step: int) -> Any:
-        """Returns the metrics that were saved with a step, or None.
+        """Returns the metrics that were saved with a step; None if none were saved.
 
         Raises:
             CheckpointUnreadable: the step's record in storage cannot be read.
@@ -447,13 +462,23 @@ class Reader:
         """Returns the requested step; for None, the newest in memory or storage.
 
         Raises:
-            FileNotFoundError: neither memory nor storage has the step, or any step.
+            FileNotFoundError: neither memory nor storage has the step; or `step` is
+                None, and both have no step.
         """
         places = f"memory nor in {self._storing.stored.directory}"
         return chosen_step(step, self.steps(), places)
 
     def restore(self, step: int | None, args: Any) -> Any:
-        """Restores a step: see `ReplicatedCheckpointManager.restore`."""
+        """Restores a step, from storage if memory lacks the step.
+
+        A corrupt step in memory is dropped and then read from storage. If storage lacks
+        the step and `step` is None, the next older step is restored. For the errors,
+        see `ReplicatedCheckpointManager.restore`.
+
+        Args:
+            step: one of `steps()`; None for the newest.
+            args: `ocp.args.StandardRestore` or `Composite`, as for stock Orbax.
+        """
         while True:
             chosen = self.chosen(step)
             if chosen not in self._versions.steps:
@@ -573,6 +598,8 @@ class LocalSteps:
     ) -> None:
         """Copies a step into memory; queues it for storage if it is due or `at_once`.
 
+        With `at_once`, a step that is not due is queued, too.
+
         Raises:
             ValueError: the step exists, `args` or `metrics` cannot be saved, or
                 `best_fn` fails.
@@ -613,7 +640,7 @@ class LocalSteps:
             return self._reader.metadata(step)
 
     def metrics(self, step: int) -> Any:
-        """Returns the metrics that were saved with a step, or None."""
+        """Returns the metrics that were saved with a step; None if none were saved."""
         with self._condition:
             return self._storing.metrics(self._reader.chosen(step))
 
@@ -637,7 +664,12 @@ class LocalSteps:
             return self._storing.is_writing
 
     def delete(self, step: int) -> None:
-        """Removes a step from memory and from storage."""
+        """Removes a step from memory and from storage.
+
+        Raises:
+            FileNotFoundError: neither memory nor storage has the step.
+            StorageFailed: pending writes to storage took too long.
+        """
         with self._condition:
             self._reader.chosen(step)
             self._storing.delete(step)

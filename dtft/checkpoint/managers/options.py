@@ -150,7 +150,7 @@ def _count(name: str, value: Any) -> int:
 
     Raises:
         ValueError: the value is no whole number, or is below 1 (`max_interval_steps`:
-            below `LEAST_MAXIMUM`).
+            below `LEAST_MAXIMUM`, which is 8).
     """
     longest = name == "max_interval_steps"
     least = LEAST_MAXIMUM if longest else 1
@@ -227,7 +227,11 @@ def superfluous(
     """Returns the stored steps to delete, ascending: all but `options.max_to_keep`.
 
     With `best_fn` the steps of the highest scores are kept, otherwise the newest. The
-    newest step is never deleted, because training resumes from it.
+    newest step is never deleted, because training resumes from it. If `max_to_keep` is
+    None, no step is deleted.
+
+    In the second example, step 1 has the highest score (the negated loss) and step 3 is
+    the newest, so only step 2 is deleted.
 
     Args:
         options: of the checkpoint manager.

@@ -62,7 +62,9 @@ class ProgressBoard:
     """
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
-        """Maps the file at `path`; `create` makes the file, or fills it with zeros.
+        """Maps the file at `path` into memory.
+
+        With `create`, makes the file, or fills an existing file with zeros.
 
         Raises:
             OSError: the file cannot be opened or created.

@@ -88,7 +88,8 @@ class Arena:
     def reserve(cls, path: Path, size: int, before: "Arena | None") -> "Arena":
         """Returns `before` if it is large enough, else removes it and creates an arena.
 
-        All pages of a new arena are mapped by a background thread (`prefault`).
+        The new arena has `size` bytes at `path`. A background thread maps all its pages
+        (`prefault`).
 
         Raises:
             OSError: too little memory (the message has the bytes needed and available),
@@ -106,6 +107,8 @@ class Arena:
     @classmethod
     def attach(cls, path: Path | str) -> "Arena":
         """Maps an arena that another process created.
+
+        A relative path is relative to /dev/shm.
 
         Raises:
             FileNotFoundError: no file exists at `path`.
@@ -274,7 +277,7 @@ class AlignedAllocator:
     """
 
     def __init__(self, total: int) -> None:
-        """Allocates nothing yet; `total` bytes will be requested in all."""
+        """Allocates nothing yet; all calls of `take` together request `total` bytes."""
         self._left = total
         self._slab = np.empty(0, np.uint8)
 

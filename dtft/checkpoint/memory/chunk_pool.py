@@ -32,7 +32,8 @@ class BufferRefCounts:
     a version of 10^5 chunks costs little.
 
     In the example, 255 (`ABSENT`) means that the version `second` does not have chunk
-    0. In the end, buffer 0 of both chunks is free, and buffer 1 of chunk 1 is in use.
+    0. The third `acquire` returns None, because both buffers of chunk 1 are in use. In
+    the end, buffer 0 of both chunks is free, and buffer 1 of chunk 1 is in use.
 
     >>> ref_counts = BufferRefCounts(num_chunks=2, num_buffers=2)
     >>> first = ref_counts.acquire(np.array([0, 1]))
@@ -105,7 +106,14 @@ class BufferRefCounts:
     def release(self, buffers: np.ndarray) -> None:
         """Removes a reference to one buffer of each chunk.
 
-        A buffer without references is free. Arguments and errors: see `retain`.
+        A buffer without references is free.
+
+        Args:
+            buffers: [chunks] uint8: the number of each chunk's buffer, `ABSENT` for a
+                chunk to skip.
+
+        Raises:
+            ValueError: one of the buffers is free already.
         """
         at, counts = self._in_use(buffers)
         self._counts[at] = counts - 1
@@ -185,8 +193,14 @@ class ChunkPool:
     def acquire(self, numbers: np.ndarray) -> np.ndarray | None:
         """Takes a free buffer for each of some chunks, which the caller then writes.
 
-        For argument and result, see `BufferRefCounts.acquire`. The chunks no longer
-        count as corrupt in these buffers.
+        The chunks no longer count as corrupt in these buffers.
+
+        Args:
+            numbers: [n] the numbers of the chunks, each at most once.
+
+        Returns:
+            [chunks] uint8: the buffer of each chunk, `ABSENT` for the other chunks.
+            None if one of the chunks has no free buffer; then no buffer is taken.
         """
         found = self.ref_counts.acquire(numbers)
         if found is not None and self.rotten:

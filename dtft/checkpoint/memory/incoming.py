@@ -20,7 +20,11 @@ _LACKING, _ARRIVING, _HERE = 0, 1, 2
 
 
 class Receiving:
-    """A push in progress: slices of a step that a peer's slot sends to this host."""
+    """A push in progress: slices of a step that a peer's slot sends to this host.
+
+    A push is given up if its step is dropped, if a push of other digests replaces it,
+    or if another push needs its memory. Chunks that still arrive are then discarded.
+    """
 
     def __init__(
         self, pool: ChunkPool, digests: list[bytes], lock: threading.RLock

@@ -71,7 +71,8 @@ class LeafMemory:
     `BufferRefCounts` counts these references.
 
     In the example, each of the first two steps reserves an extent, so `paths` has two
-    entries.
+    entries. When the first step has released buffer 0, the third step takes this buffer
+    again. A view has the 4 bytes of the leaf.
 
     >>> leaf = Slice(path="w", start=(0,), stop=(4,), dtype="uint8")
     >>> memory = LeafMemory((leaf,))
@@ -264,6 +265,7 @@ class Versions:
         A leaf that changed in the previous step is copied and digested. Any other leaf
         is first compared with its saved digests or bytes, and copied if it differs. All
         leaves are copied if the previous step is not in `memory`, or after `distrust`.
+        The result refers to the old buffer of each unchanged leaf.
 
         Args:
             step: the step.

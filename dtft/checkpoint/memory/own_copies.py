@@ -90,7 +90,16 @@ class Owning:
     def staged(
         self, step: int, digests: Sequence[bytes], items: dict, kept: bytes
     ) -> None:
-        """Records a step that the trainer has written: see `ReplicaStore.staged`."""
+        """Records a step that the trainer has written.
+
+        Args:
+            step: the step, after its `begin_stage`.
+            digests: digests of each own slice; empty for a slice that was not copied.
+            items: the JSON values of the step, such as the data position.
+            kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
+                the step `Room.base` and shares its buffer. b"" if every chunk was
+                written.
+        """
         staging, chunks = self._staging.pop(step), self.pool.chunks
         is_kept = unpack_flags(kept, chunks.num_chunks)
         base, ref_counts = staging.base.buffers, self.pool.ref_counts

@@ -103,7 +103,15 @@ class HeldCopies:
         """Makes a copy of this host's own slices of `step` from slices in its memory.
 
         Uses own slices, and slices kept for peers, whose digests are those in
-        `digests`. For the arguments, see `ReplicaStore.begin_restore`.
+        `digests`.
+
+        Args:
+            step: the step to restore.
+            digests: slice key to digests in the commit. An own slice without digests is
+                not in the commit and will be assembled from slices of the commit.
+            items: the JSON values saved beside the arrays of the step.
+            read: whether own slices with the right recorded digests are also read and
+                checked. Slices kept for peers are always read and checked.
 
         Returns:
             The own slices that are still missing, and so must be fetched from peers, or
@@ -125,6 +133,8 @@ class HeldCopies:
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
         """Reads and verifies the slices that this host owns and also keeps for a peer.
+
+        Only the copies of `step` that this host keeps for peers are read.
 
         Returns:
             Maps (slice key, digests) to the memory of each slice that matches its
@@ -254,7 +264,13 @@ class ReplicaStore:
             return [known[index[piece]] for piece in slices]
 
     def all_own_digests(self, step: int) -> list[bytes]:
-        """Returns the digests of all own slices at `step`; see `own_digests`."""
+        """Returns the digests of all own slices at `step`, 16 bytes per chunk.
+
+        The digests of a slice that was not copied are b"".
+
+        Raises:
+            KeyError: this host has no copy of its own slices at `step`.
+        """
         return self.own_digests(step, self.own_slices)
 
     def own_buffers(self, step: int) -> bytes:

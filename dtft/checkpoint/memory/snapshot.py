@@ -57,7 +57,8 @@ def copied_out(
     """Copies slices into new memory and verifies them.
 
     Many bytes are copied by several threads (`copying_threads`). Each copy is digested
-    while it is in cache, so the verified bytes are those of the copy.
+    while it is in cache, so the verified bytes are those of the copy. In the example,
+    the second slice (index 1) has a wrong byte.
 
     Args:
         sources: of each slice, its bytes in pieces of whole chunks.
@@ -340,7 +341,9 @@ class SnapshotPlan:
     def _equal(self, digests: Sequence[bytes], before: Sequence[bytes]) -> np.ndarray:
         """[chunks] bool: whether a chunk has the same digest in `digests` and `before`.
 
-        False for chunks of slices that were not copied, and if `before` is empty.
+        Both arguments have for each slice 16 bytes per chunk, or b"" if the slice was
+        not copied. False for chunks of slices that were not copied, and if `before` is
+        empty.
         """
         if not before:
             return np.zeros(self.chunks.num_chunks, bool)
@@ -425,8 +428,8 @@ def _fetched(shards: Iterable[_Shard]) -> Iterator[_Shard]:
     """Yields the shards in order, with copies from accelerators started in advance.
 
     Before a shard is yielded, copies of later shards to the host are started, so many
-    small arrays are not copied one by one. At most about `_AHEAD_BYTES` bytes are
-    copied in advance.
+    small arrays are not copied one by one. At most about `_AHEAD_BYTES` bytes (64 MiB)
+    are copied in advance.
     """
     ahead, num_bytes = deque[_Shard](), 0
     for shard in shards:

@@ -157,7 +157,7 @@ class CopyVerifier:
         the chunk is known to be corrupt are not read.
 
         Args:
-            number: the chunk's number, from 0 to before `num_chunks`.
+            number: the chunk's number, from 0 to `num_chunks` - 1.
 
         Raises:
             IndexError: `number` is not below `num_chunks`.

@@ -105,6 +105,7 @@ def bench_transport(config: TransportBench) -> dict[str, Any]:
 def summarize(seconds: dict[str, list[float]], nbytes: int) -> dict[str, Any]:
     """Computes throughputs from the median times, and ratios of fetch to raw times.
 
+    Throughputs are in GB (10^9 bytes) per second, from the median time.
     "ratios" has one value per round, the fetch's seconds divided by those of the raw
     transfer; "ratio" is their median. "bytes" is `nbytes`, and "cores" the number of
     this machine's processors.

@@ -123,8 +123,12 @@ class TlsStream(SocketStream):
     ) -> None:
         """Takes over a connected socket; `greet` must be called before any transfer.
 
-        `server` is whether this host accepted the connection; then `tls` must have a
-        certificate and a key.
+        Args:
+            connection: the socket.
+            silence_ms: longest time in milliseconds without an acknowledgement of sent
+                bytes (TCP_USER_TIMEOUT); the kernel then ends the connection.
+            tls: this host's certificate and key. A server needs both, a client neither.
+            server: whether this host accepted the connection.
         """
         super().__init__(connection, silence_ms)
         self._tls, self._server, self._lock = tls, server, threading.Lock()
@@ -399,7 +403,7 @@ class Channel:
             return None
 
     def give_up(self, unsent: Unsent) -> None:
-        """Closes the channel because a frame cannot be sent, perhaps after a part was.
+        """Closes the channel because a frame cannot be sent, or cannot be sent whole.
 
         Releases the sending lock if `send_some` keeps it for this frame.
         """
@@ -432,8 +436,8 @@ class Channel:
             timeout_s: limit for the whole frame, in seconds.
             sink: called once with the header and the payload's size in bytes, also for
                 an empty payload. Returns memory of this size, or None to discard the
-                payload. Without a sink, a payload of at most `MAX_UNPLACED` bytes gets
-                new memory.
+                payload. Without a sink, a payload of at most `MAX_UNPLACED` bytes (64
+                MiB) gets new memory.
             begin_s: limit until the frame's first byte arrives, in seconds. None, or a
                 limit above `timeout_s`, has no effect.
             max_header: largest header that is accepted, in bytes; also limits the
@@ -445,8 +449,9 @@ class Channel:
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: no whole frame arrived in time. If some of its bytes arrived,
-                the channel is closed.
+            TimeoutError: no whole frame arrived in time, or no byte of a begun frame
+                for `SILENCE_S` (10) seconds. If some of its bytes arrived, the channel
+                is closed.
             WireError: the peer sent an invalid frame, or without a sink a payload above
                 `MAX_UNPLACED`; the channel is closed.
             ValueError: the sink gave memory of another size; the channel is closed.
@@ -539,8 +544,8 @@ class Channel:
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: the monotonic clock has passed `deadline`; the channel is
-                closed as in `send`.
+            TimeoutError: the monotonic clock has passed `deadline`. If some of the
+                bytes were sent, or under TLS may have been sent, the channel is closed.
         """
         buffers = [memoryview(part) for part in parts if len(part)]
         at, begun = 0, False
@@ -574,7 +579,8 @@ class Channel:
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: the monotonic clock has passed `deadline`.
+            TimeoutError: the monotonic clock has passed `deadline`, or no byte arrived
+                for `SILENCE_S` (10) seconds.
         """
         return self._take(size, deadline)
 

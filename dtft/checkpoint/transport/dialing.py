@@ -61,7 +61,7 @@ def with_port(address: str, port: int) -> str:
     '[::1]:443'
 
     Raises:
-        ValueError: as `parse_address`.
+        ValueError: `address` is not "host:port".
     """
     return format_address(parse_address(address)[0], port)
 

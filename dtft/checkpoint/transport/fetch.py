@@ -2,10 +2,10 @@
 
 Bytes are received directly into their target memory and verified chunk by chunk; each
 chunk has a digest. A broken connection is opened again; verified chunks are not
-requested again. A chunk with a wrong digest is requested again, and after `TRIES` wrong
-copies its slice is reported as corrupt. A request names a range, some whole chunks of
-one or several slices. Each connection has at most `DEPTH` requests without an answer,
-so memory use stays bounded on both sides.
+requested again. A chunk with a wrong digest is requested again, and after `TRIES` (4)
+wrong copies its slice is reported as corrupt. A request names a range, some whole
+chunks of one or several slices. Each connection has at most `DEPTH` (2) requests
+without an answer, so memory use stays bounded on both sides.
 """
 
 import contextlib
@@ -241,7 +241,7 @@ def _stream(
     to `work`, where other connections can take them. Gives up in these cases:
 
     * The peer refuses connections, lacks a slice, or has a slice of another size.
-    * NIXL has not released a read.
+    * A read through NIXL (RDMA) was not released, so it may still write to its targets.
     * The deadline has passed.
     * `TRIES` connections in a row made no progress.
 
@@ -300,6 +300,8 @@ def _opened(
     channel: Channel, sizes: Sequence[int], deadline: float
 ) -> dict[str, Any] | None:
     """Receives the peer's first answer and compares its slice sizes with `sizes`.
+
+    `sizes` has the bytes of each requested slice.
 
     Returns:
         The offer that the peer's `Nixl.lend` yielded, which `_read` needs to read the
@@ -388,9 +390,10 @@ def _read(
         channel: connection to the peer.
         work: the ranges to fetch.
         offer: the offer that the peer's `Nixl.lend` yielded.
-        flying: the range being read is appended, and removed to be verified.
+        flying: changed; has the range that is being read, until its bytes have arrived
+            and the peer has answered.
         gained: the size of each range read is added to `gained[0]`, also if chunks of
-            the range do not match.
+            the range do not match their digests.
         deadline: monotonic time in seconds by which the fetch must end.
     """
     assert work.nixl is not None
@@ -473,9 +476,9 @@ def _let_go(channel: Channel) -> None:
     """Lets the peer read the error that was sent, before the connection is closed.
 
     Reads and ignores requests until the peer closes the connection, for at most
-    `OPEN_S` seconds: the peer may have requested parts of slices already. If the socket
-    were closed with unread bytes, the connection would be reset, and the error could be
-    lost.
+    `OPEN_S` (10) seconds: the peer may have requested parts of slices already. If the
+    socket were closed with unread bytes, the connection would be reset, and the error
+    could be lost.
     """
     deadline = time.monotonic() + OPEN_S
     with contextlib.suppress(ChannelClosed, TimeoutError):
@@ -504,7 +507,7 @@ def _cut_out(slices: Sequence[Parts], parts: object) -> list[memoryview]:
 
     Raises:
         WireError: `parts` is malformed, a part is outside of its slice, or the parts
-            have more than `MAX_ANSWER` bytes.
+            have more than `MAX_ANSWER` bytes (256 MiB).
     """
     found: list[memoryview] = []
     size = 0

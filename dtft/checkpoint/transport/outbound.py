@@ -35,7 +35,8 @@ _BUSY_S = 0.01  # polling interval while another thread sends on the channel
 class OutboundLimits:
     """Limits of one peer's queue; if one is exceeded, the connection is closed.
 
-    `deadline_s` is the longest time in seconds that a message waits to be sent.
+    `deadline_s` is the longest time in seconds that a message waits to be sent. At most
+    `max_messages` messages wait, of at most `max_bytes` bytes together.
     """
 
     deadline_s: float = DEADLINE_S

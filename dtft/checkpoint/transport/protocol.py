@@ -35,7 +35,8 @@ def max_items(max_bytes: int) -> int:
     """Computes how many values a header of at most `max_bytes` bytes may have.
 
     The bytes are those of the header in msgpack. Keys and the elements of lists count
-    as values. The result is one value per 16 bytes, but at least `_SMALL` values.
+    as values. The result is one value per 16 bytes, but at least `_SMALL` (2048)
+    values.
 
     >>> max_items(1 << 20)
     65536
@@ -48,7 +49,8 @@ def unpack(data: bytes | bytearray, limit: int) -> Any:
 
     The values are counted before any of them is decoded, which bounds the memory: an
     empty list has one packed byte and takes 80 bytes, and msgpack reserves memory for
-    all announced elements at once. Data of at most `_SMALL` bytes is not counted.
+    all announced elements at once. The limit has no effect on data of at most `_SMALL`
+    (2048) bytes, whose values are not counted.
 
     >>> unpack(msgpack.packb({"step": 7}), limit=3)
     {'step': 7}
@@ -68,14 +70,15 @@ def count(data: bytes | bytearray, limit: int) -> int:
     """Counts the values in msgpack data: the outermost value and all keys and elements.
 
     The elements that a list or map announces are counted before they are read, so input
-    that exceeds the limit is refused early.
+    that exceeds the limit is refused early. The example has six values: the list, its
+    three elements, and the key and the value in the map.
 
     >>> count(msgpack.packb([1, "two", {"three": None}]), limit=9)
     6
 
     Raises:
         ValueError: the data has more than `limit` values, is nested deeper than
-            `MAX_DEPTH`, or ends before its last value begins.
+            `MAX_DEPTH` (64), or ends before its last value begins.
     """
     at, found, end = 0, 1, len(data)
     open_ = [1]  # values still to be read of each open list or map
@@ -330,7 +333,10 @@ def read_greeting(data: bytes | bytearray) -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Handshake:
-    """The values that both sides know after their first messages of the handshake."""
+    """The values that both sides know after their first messages of the handshake.
+
+    These are a nonce of each side, and under TLS a hash of the server's certificate.
+    """
 
     client_nonce: bytes
     server_nonce: bytes
@@ -435,7 +441,8 @@ class Sealer:
         {'op': 'push'}
 
         Raises:
-            ValueError: as `encode_header`.
+            ValueError: header or payload is over its limit, or the header has too many
+                values.
         """
         return self.seal(encode_header(header, payload_bytes))
 
@@ -489,7 +496,8 @@ class Opener:
                 derives the limit of values.
 
         Raises:
-            WireError: the seal is wrong, or as `decode_header`.
+            WireError: the seal is wrong; or the header is not msgpack, not a map, has
+                too many values, or is nested too deeply.
         """
         packed = data[:-SEAL_BYTES]
         if not self._sealed(b"h", self._prefix + packed, data[-SEAL_BYTES:]):

@@ -64,7 +64,7 @@ class Nixl:
 
         Raises:
             ImportError: NIXL is not installed; the message has the install command.
-            NixlError: NIXL does not start, or not within `START_S`.
+            NixlError: NIXL does not start, or not within `START_S` (30) seconds.
         """
         try:
             nixl: Any = importlib.import_module("nixl")
@@ -149,7 +149,8 @@ class Nixl:
         """Registers own memory as a target of `read` while the context lasts.
 
         Raises:
-            NixlError: as `lend`.
+            NixlError: NIXL fails to register the memory, or takes too long. If NIXL
+                fails to deregister the memory, a warning is logged.
         """
         with self._registered(views):
             yield
@@ -287,7 +288,8 @@ class _OneThread:
     def end(self, what: str, function: Callable[..., Any], *arguments: Any) -> bool:
         """Calls a function that releases something, even if its turn comes late.
 
-        Waits for at most `CALL_S` seconds, and not at all while an earlier call hangs.
+        Waits for at most `CALL_S` (5) seconds, and not at all while an earlier call
+        hangs.
 
         Args:
             what: name of the call, for the warning.

@@ -38,7 +38,13 @@ def open_channel(
 ) -> Channel:
     """Makes a channel over a connected socket; the handshake must still run.
 
-    `server` is whether this host accepted the connection.
+    The channel uses TLS if `credentials.tls` is set.
+
+    Args:
+        connection: the connected socket.
+        address: "host:port" of the peer, for errors and logs.
+        credentials: the job, its secret and this host's TLS files.
+        server: whether this host accepted the connection.
     """
     if credentials.tls is None:
         return Channel(SocketStream(connection, SILENCE_MS), address)
