@@ -213,6 +213,10 @@ class AgentCheckpointManager:
         A chunk (a part of an array's bytes) is not written if it is the same as in the
         last two saves. The arrays may be donated when this method has returned.
 
+        Args:
+            step: number of the step.
+            args: the arrays by leaf path, and the JSON items of the step.
+
         Returns:
             Always True.
 

@@ -121,9 +121,13 @@ def _mesh_json(mesh: Mesh) -> dict[str, Any]:
 def shardings_had(record: Record) -> list[NamedSharding | None]:
     """Decodes the saved sharding of each leaf, on the devices of this run.
 
+    Args:
+        record: describes the saved step: its items, leaves and shardings.
+
     Returns:
-        The sharding of each leaf. None for a leaf without a saved sharding, and for a
-        leaf whose mesh needs devices that this run lacks.
+        The sharding of each leaf, in the order of `record.leaves`. None for a leaf
+        without a saved sharding, and for a leaf whose mesh needs devices that this run
+        lacks.
     """
     raw = record.shardings
     if raw is None:
@@ -383,6 +387,10 @@ class JobSteps:
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Attaches to this host's agent and waits for the other processes.
+
+        Args:
+            directory: the directory of the storage tier.
+            options: the options of the checkpoint manager.
 
         Raises:
             ValueError: an option or the directory cannot be used in a job of several

@@ -381,8 +381,11 @@ class Storing:
     def score(self, step: int, metrics: Any) -> float | None:
         """Computes a step's score from metrics; None without metrics or `best_fn`.
 
+        A score is the value of `best_fn`, negated if `best_mode` is "min", so that a
+        higher score is better.
+
         Raises:
-            ValueError: `best_fn` fails for these metrics.
+            ValueError: `best_fn` fails for these metrics; the message names the step.
         """
         try:
             return self._options.score(metrics)
@@ -550,6 +553,10 @@ class LocalSteps:
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
         """Lists the directory; memory is reserved by the first save.
 
+        Args:
+            directory: the directory of the storage tier.
+            options: the options of the checkpoint manager.
+
         Raises:
             ValueError: the option `agent` is set, or `memory_to_keep` is too large.
             OSError: the directory cannot be listed.
@@ -630,7 +637,11 @@ class LocalSteps:
             return self._reader.restore(step, args)
 
     def item_metadata(self, step: int) -> Any:
-        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved trees."""
+        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees.
+
+        Only leaves of steps in memory have shardings. For a step that stock Orbax
+        wrote, the result is Orbax's item metadata.
+        """
         with self._condition:
             return self._reader.item_metadata(step)
 

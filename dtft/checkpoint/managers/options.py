@@ -146,7 +146,7 @@ def checked(options: Any) -> ReplicatedOptions:
 
 
 def _count(name: str, value: Any) -> int:
-    """Returns the value of an option as a plain int.
+    """Returns the value of the option `name` as a plain int.
 
     Raises:
         ValueError: the value is no whole number, or is below 1 (`max_interval_steps`:
@@ -166,7 +166,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any, below: float) -> float:
-    """Returns the value of an option as a float.
+    """Returns the value of the option `name` as a float.
 
     Raises:
         ValueError: the value is not a number, not above 0, or not below `below`.

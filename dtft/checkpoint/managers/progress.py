@@ -80,11 +80,11 @@ class ProgressBoard:
             os.close(descriptor)
 
     def set(self, field: ProgressField, value: int) -> None:
-        """Writes one cell; `value` must be from 0 to 2**64 - 1."""
+        """Writes the cell of `field`; `value` must be from 0 to 2**64 - 1."""
         _FORMAT.pack_into(self._memory, _FORMAT.size * _INDEX[field], value)
 
     def get(self, field: ProgressField) -> int:
-        """Reads one cell; 0 means that the field has no value now."""
+        """Reads the cell of `field`; 0 means that the field has no value now."""
         return _FORMAT.unpack_from(self._memory, _FORMAT.size * _INDEX[field])[0]
 
     def enter(self, phase: Phase, now_ns: int) -> None:

@@ -207,8 +207,8 @@ def arena_bytes(layout: Layout, slot: int, placement: CopyPlacement) -> int:
     """Computes the bytes of shared memory that the host in `slot` needs for copies.
 
     The host keeps copies of its own slices, and of the peers' slices that `placement`
-    assigns to it. The computation does not cut slices into chunks, so it is quick even
-    for a huge state.
+    assigns to it. `layout` (mesh and leaves) decides the slices of every slot. The
+    computation does not cut slices into chunks, so it is quick even for a huge state.
     """
     incoming = [p.slices for p in placement.pushes if p.target == slot]
     hosted = sum(offsets_of(slices)[1] for slices in incoming)

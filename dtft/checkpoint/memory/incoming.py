@@ -216,10 +216,11 @@ class Hosting:
         return found
 
     def _reserved(self, wanted: Receiving, source: int) -> bool:
-        """Takes memory for every chunk of a push; returns whether this succeeded.
+        """Takes memory for every chunk of `wanted`; returns whether this succeeded.
 
-        If a chunk has no free buffer, gives up the other unfinished pushes from the
-        same slot (`source`) that no connection carries, and tries again.
+        `wanted` is a push from the slot `source`. If a chunk has no free buffer, gives
+        up the other unfinished pushes from this slot that no connection carries, and
+        tries again.
         """
         if wanted.reserve():
             return True
@@ -253,8 +254,9 @@ class Hosting:
     def end(self, step: int, source: int, found: Receiving) -> None:
         """Removes one connection, admitted by `begin`, from the push `found`.
 
-        After the last connection of an incomplete push, only the verified chunks stay,
-        for the next connection. A push that was given up keeps no chunk.
+        `step` and `source` are the step and the sending slot of the push. After
+        the last connection of an incomplete push, only the verified chunks stay, for
+        the next connection. A push that was given up keeps no chunk.
         """
         found.users -= 1
         if found.users:

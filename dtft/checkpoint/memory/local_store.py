@@ -114,7 +114,7 @@ class LeafMemory:
         return buffers
 
     def view(self, buffer: int, index: int) -> memoryview:
-        """Returns the memory of one leaf in one of its buffers."""
+        """Returns the memory of the leaf at `index`, in its buffer number `buffer`."""
         arena = self._extents[buffer].arena
         return arena.view(self._offsets[index], self.slices[index].nbytes)
 

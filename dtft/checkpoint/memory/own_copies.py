@@ -49,7 +49,7 @@ class Owning:
     """
 
     def __init__(self, pool: ChunkPool) -> None:
-        """Starts without copies."""
+        """Starts without copies; `pool` has the memory for them."""
         self.pool = pool
         self.copies: dict[int, Copy] = {}
         self.items: dict[int, dict[str, Any]] = {}

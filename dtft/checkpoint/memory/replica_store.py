@@ -242,7 +242,9 @@ class ReplicaStore:
             self._own.staged(step, digests, items, kept)
 
     def own_parts(self, step: int, piece: Slice) -> Parts:
-        """Returns the memory of one of this host's own slices, to read or to write.
+        """Returns the memory of `piece`, one of this host's own slices, at `step`.
+
+        The caller may read or write the memory.
 
         Raises:
             KeyError: this host has no copy of its own slices at `step`.
@@ -371,6 +373,11 @@ class ReplicaStore:
 
         After the last connection of an incomplete push, only the verified chunks stay,
         for the next connection. A push that was given up keeps no chunk.
+
+        Args:
+            step: the step of the push.
+            source: the sending slot.
+            receiving: the push, from `begin_receive`.
         """
         with self._lock:
             self._hosting.end(step, source, receiving)

@@ -63,7 +63,13 @@ class CopyVerifier:
     """
 
     def __init__(self, own: Owning, hosting: Hosting, lock: threading.RLock) -> None:
-        """Reads no chunk yet; `lock` is the lock of the `ReplicaStore`."""
+        """Reads no chunk yet.
+
+        Args:
+            own: the copies of the host's own slices.
+            hosting: the copies of its peers' slices.
+            lock: the lock of the `ReplicaStore`.
+        """
         self._own, self._hosting, self._lock = own, hosting, lock
         self._pools: list[tuple[int | None, ChunkPool]] = [
             (None, own.pool),

@@ -158,8 +158,8 @@ def _fetch(
 def _raw(config: TransportBench, address: str, wanted: Sequence[WantedSlice]) -> float:
     """Receives all slices over `config.streams` plain sockets; returns the seconds.
 
-    `address` is the peer's address for plain sockets. The slices are assigned to the
-    sockets in turn.
+    `address` is the peer's address for plain sockets. The slices in `wanted` are
+    assigned to the sockets in turn.
 
     Raises:
         OSError: a socket failed.

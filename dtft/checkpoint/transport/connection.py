@@ -351,8 +351,9 @@ class Channel:
 
         Raises:
             ChannelClosed: the connection has ended.
-            TimeoutError: the frame was not sent in time. If some of its bytes were
-                sent, or under TLS may have been sent, the channel is closed.
+            TimeoutError: the frame was not sent within `timeout_s` seconds. If some of
+                its bytes were sent, or under TLS may have been sent, the channel is
+                closed.
             ValueError: header or payload is too large, or the header has too many
                 values.
         """

@@ -72,7 +72,10 @@ class FetchError(Exception):
     """Slices could not be fetched from a peer; the message gives the reason."""
 
     def __init__(self, reason: str, corrupt: Sequence[str] = ()) -> None:
-        """Stores the keys of the slices whose copies on the peer are corrupt."""
+        """Makes the error with the message `reason`.
+
+        `corrupt` has the keys of the slices whose copies on the peer are corrupt.
+        """
         super().__init__(reason)
         self.corrupt = tuple(corrupt)
 

@@ -52,7 +52,10 @@ class Outbound:
     """
 
     def __init__(self, channel: Channel, limits: OutboundLimits | None = None) -> None:
-        """Takes a channel whose handshake is done; sends nothing yet."""
+        """Takes a channel whose handshake is done; sends nothing yet.
+
+        `limits` of None means the default limits.
+        """
         self.channel = channel
         self._limits = limits or OutboundLimits()
         self._state = threading.Condition()

@@ -156,7 +156,12 @@ class Bucket:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Starts without a limit."""
+        """Starts without a limit.
+
+        Args:
+            clock: returns seconds on a monotonic clock.
+            sleep: pauses the calling thread for some seconds.
+        """
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._rate: float | None = None

@@ -146,7 +146,7 @@ class Nixl:
 
     @contextmanager
     def receiving(self, views: Sequence[memoryview]) -> Iterator[None]:
-        """Registers own memory as a target of `read` while the context lasts.
+        """Registers `views` as target memory of `read` while the context lasts.
 
         Raises:
             NixlError: NIXL fails to register the memory, or takes too long. If NIXL
