@@ -45,6 +45,9 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
     Returns:
         Slice key to digest; None if no tried choice has the root digest `root`.
 
+    In the example, host "a" reports a wrong digest of slice "v", and host "b" the right
+    one.
+
     >>> right, wrong = {"u": b"1", "v": b"2"}, {"u": b"1", "v": b"3"}
     >>> told = {"u": {b"1": ["a", "b"]}, "v": {b"3": ["a"], b"2": ["b"]}}
     >>> adding_up(digest_root(right.items()), told) == right
@@ -382,7 +385,8 @@ def locate(
         holdings: for each live host and step, the digest of each slice, by its key, of
             which the host has verified a copy.
         placed: the failure domain of each slot, as given to `place_copies`; empty if no
-            domains were given. Used only to name the former holders in a reason.
+            domains were given. Used only to name, in a reason, the hosts that held a
+            lost slice.
 
     Returns:
         The located commit, or None if no commit can be restored; and the reasons, one
@@ -497,9 +501,10 @@ def commit_health(
             host knows it, and then the commit counts as lost.
         holdings: for each live host and step, the digest of each slice, by its key, of
             which the host has verified a copy.
-        placed: as for `locate`.
-        domains: host to the failure domain in which its copy counts; a host without an
-            entry is a domain of its own.
+        placed: the failure domain of each slot, as given to `place_copies`; empty if no
+            domains were given. Used only for the text of `CommitHealth.problem`.
+        domains: host to its failure domain; a host without an entry is a domain of its
+            own. The copies of a slice in one domain count as one copy.
     """
     located, reasons = locate([commit], layout, holdings, placed)
     names = domains or {}

@@ -395,7 +395,11 @@ class Spread:
 
 @functools.lru_cache(maxsize=4)
 def _placed(layout: Layout, copies: int, domains: tuple[str, ...]) -> CopyPlacement:
-    """Does the same as `place_copies`; caches the last 4 results."""
+    """Returns the result of `place_copies`; caches the last 4 results.
+
+    `domains` has the failure domain of each slot; empty if each slot is a domain of its
+    own.
+    """
     return place_copies(layout, copies, domains or None)
 
 
@@ -454,6 +458,10 @@ def choose_spares(
     Returns:
         For each slot, the position of its spare in `spares`; None if the slot has a
         host or no spare is left.
+
+    In both examples slot 1 is empty and gets the spare at position 1: in the first
+    because the other spare is in slot 0's domain "a", in the second because the spare
+    holds 9 bytes of slot 1's slices.
 
     >>> choose_spares(((0, 1),), ["a", None], ["a", "b"], 2)
     (None, 1)
@@ -519,7 +527,8 @@ class Shares:
             layout: mesh and leaves.
             copies: number of owners that copy each slice at a snapshot, and number of
                 failure domains in which these owners should be.
-            domains: the failure domain of each slot, as in `place_copies`.
+            domains: the failure domain of each slot; by default every slot is a domain
+                of its own.
 
         Raises:
             ValueError: `domains` does not have one entry per slot.

@@ -90,8 +90,8 @@ def parse_domain_file(text: str) -> FailureDomains:
     {'h0': 'p1/r1', 'h1': 'p1/r2'}
 
     Raises:
-        ValueError: a line cannot be parsed, a host occurs twice, or the labels are
-            inconsistent, as for `domains_from_labels`.
+        ValueError: a line cannot be parsed, a host occurs twice, hosts name different
+            levels, or a rack is in two power domains.
     """
     labels: dict[str, str] = {}
     for number, line in enumerate(text.splitlines(), start=1):

@@ -30,6 +30,8 @@ def survival(num_hosts: int, copies: int, losses: int) -> float:
     inclusion-exclusion, separately for groups and ring, and summed over the number of
     losses on the ring.
 
+    In the second example, 8 of the 120 pairs of hosts are a whole group.
+
     >>> survival(16, 2, 1), round(survival(16, 2, 2), 3)
     (1.0, 0.933)
 
@@ -61,11 +63,13 @@ def gemini_bound(num_hosts: int, copies: int, losses: int) -> float:
     losing each run of m hosts on the ring are added, too. Runs overlap, so the bound is
     then exact for k <= m only.
 
+    In the example, each of the 512 groups is lost with probability 5.3e-5.
+
     >>> round(gemini_bound(1024, 2, 8), 3)
     0.973
 
     Raises:
-        ValueError: as `survival`.
+        ValueError: N or m is below 1, or k is not between 0 and N.
     """
     _check(num_hosts, copies, losses)
     groups, ring, size = _shape(num_hosts, copies)
@@ -99,7 +103,8 @@ def simulate(
         Fraction of the trials in which the state survives.
 
     Raises:
-        ValueError: as `survival`, or `domains` does not have one entry per host.
+        ValueError: N or m is below 1, k is not between 0 and N, or `domains` does not
+            have one entry per host.
     """
     _check(num_hosts, copies, losses)
     holders = _holders(num_hosts, copies, domains)
@@ -124,10 +129,11 @@ def odds_table(
         num_hosts: N, the number of hosts.
         copies: m, the copies of every slice.
         max_losses: the greatest number of lost hosts in the table; N if that is less.
-        trials: trials of the simulation; the error shown is two standard errors.
+        trials: number of random sets of lost hosts per line, for `simulate`. The table
+            shows two standard errors of the simulated fraction.
 
     Raises:
-        ValueError: as `survival`.
+        ValueError: N or m is below 1.
     """
     _check(num_hosts, copies, 0)
     kept = min(copies, num_hosts)

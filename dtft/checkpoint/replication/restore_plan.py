@@ -209,7 +209,8 @@ def find_needs(
         The cells, or the needed slices that no host in `alive` holds.
 
     Raises:
-        ValueError: as `new_specs`.
+        ValueError: a leaf of `new_layout` was not committed, its shape or dtype
+            differs, or its spec has an unknown axis or does not divide its shape.
     """
     at = {host: index for index, host in enumerate(hosts)}
     number = np.array([at[host] for host in holdings.hosts], np.int64)
@@ -479,10 +480,10 @@ class RestorePlan:
         return sorted({region.old.key for region in (*self.own(host), *fetched)})
 
     def moves_whole(self, host: str) -> bool:
-        """Whether each slice of a host is a committed slice and has a single source.
+        """Whether each slice that a host needs is a committed slice of a single source.
 
-        False if a slice must be put together from several slices or senders, or cut out
-        of a larger one.
+        The source is the host's own memory or one sender. False if a slice must be put
+        together from several slices or senders, or cut out of a larger one.
         """
         own = np.unique(self.own_cells.bundle[self._own_rows(host)])
         fetched = (it for one in self.transfers_to(host) for it in one.regions)
@@ -585,8 +586,9 @@ def plan_restore(
         The plan, or the needed slices that no live host holds.
 
     Raises:
-        ValueError: `slots` does not have one distinct host or None per slot, or as
-            `new_specs`.
+        ValueError: `slots` does not have one distinct host or None per slot; or a leaf
+            of `new_layout` was not committed, its shape or dtype differs, or its spec
+            has an unknown axis or does not divide its shape.
     """
     check_slots(new_layout, slots)
     targets = {host for host in slots if host is not None}

@@ -44,12 +44,16 @@ def share_out(
     Args:
         demands: bytes to be sent, each with the hosts that can send them.
         num_senders: number of senders; senders are numbered from 0.
-        slack: how far the load of a sender at distance 0 may exceed that of a sender
-            at distance 1, as a fraction of the mean load.
+        slack: how far the load of a sender at distance 0 (near) may exceed that of a
+            sender at distance 1 (far), as a fraction of the mean load. The distances
+            are those in `Demand.distance`.
 
     Returns:
         For each demand, the bytes of each candidate, [n] int64; their sum is the
         demand.
+
+    In the example, sender 0 alone can send the second demand of 30 bytes. So senders 1
+    and 2 send the first demand, and every load is 30.
 
     >>> all_of, first = np.array([0, 1, 2]), np.array([0])
     >>> demands = [
@@ -232,11 +236,12 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Groups needs that have the same candidates at the same distances.
 
     Candidates are the hosts that can send. Their distance depends on the failure
-    domains of candidate and target.
+    domains of candidate and target (the host that lacks the bytes).
 
     Args:
         needs: the byte ranges that hosts lack.
-        domains: as for `route`.
+        domains: [hosts, levels] int64: the failure domain of every host, widest level
+            first, numbered so that equal numbers mean the same domain.
 
     Returns:
         The group of each need, [needs] int64, and the first need of each group,
@@ -294,10 +299,17 @@ def _demand(
 def _shares(demands: Sequence[Demand], num_hosts: int) -> list[np.ndarray]:
     """Divides the demands over senders, with preference for near senders.
 
-    Tries the values of `SLACKS`, the preference from strong to weak, in order. Returns
-    the first shares whose greatest load (bytes of one sender) is at most `MAX_UNEVEN`
-    times that of even shares. If there are none, or if no demand has distances, returns
-    even shares.
+    Even shares are those of `share_out` without this preference. Tries stronger
+    preferences first (`SLACKS`). Returns the first shares whose greatest load (bytes of
+    one sender) is at most `MAX_UNEVEN` times that of even shares. If there are none, or
+    if no demand has distances, returns even shares.
+
+    Args:
+        demands: bytes to be sent, each with the hosts that can send them.
+        num_hosts: number of hosts; hosts are numbered from 0.
+
+    Returns:
+        For each demand, the bytes that each of its candidates sends, [n] int64.
     """
     even = share_out(demands, num_hosts, slack=0.0)
     if all(demand.distance is None for demand in demands):

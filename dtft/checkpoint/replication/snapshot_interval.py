@@ -266,7 +266,8 @@ def inflation(interval: int, costs: Costs, maximum: int) -> float:
     """Computes the wall time that snapshots add, as a fraction of the steps' wall time.
 
     The steps' wall time does not include snapshots. Snapshots are taken as in a
-    `Cadence` with interval `interval` and period `maximum`.
+    `Cadence` with interval `interval` and period `maximum`. In the second example, 4
+    snapshots in 64 steps add 1 s to 32 s.
 
     >>> costs = Costs(step_s=0.5, snapshot_s=0.25)
     >>> inflation(1, costs, maximum=64), inflation(16, costs, maximum=64)
