@@ -368,6 +368,12 @@ class RestoreTarget:
 def restore_targets(record: Record, args: Any) -> dict[str, RestoreTarget | None]:
     """Makes a `RestoreTarget` for each item that Orbax's arguments request.
 
+    Args:
+        record: the record of the save.
+        args: `ocp.args.StandardRestore`, `ocp.args.JsonRestore`, or for a save of named
+            items an `ocp.args.Composite` of these. None requests all items as they were
+            saved.
+
     Returns:
         Maps the name of each item to its target, or to None for a JSON item, which has
         no target.

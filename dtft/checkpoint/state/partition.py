@@ -433,7 +433,9 @@ Span = tuple[int, int]
 def span_of(regions: Sequence[Region], chunk_bytes: int) -> Span:
     """Computes the shortest byte range of an old slice that contains all regions.
 
-    The range consists of whole chunks, because digests are kept per chunk.
+    The range consists of whole chunks, because digests are kept per chunk. It is given
+    as its first byte, and one past its last byte. In the example bytes 30 to 49 of the
+    old slice are moved.
 
     Args:
         regions: not empty, all cut from the same old slice.

@@ -140,7 +140,8 @@ def cut_lent(pieces: Sequence[tuple[int, int]], part: Part) -> list[tuple[int, i
 
     The peer has registered (lent) this memory, so that it can be read by RDMA.
     `pieces` is the peer's memory of the whole slice. `pieces` and the result are lists
-    of (address, size in bytes).
+    of (address, size in bytes). In the example the part is bytes 4 to 11 of the slice:
+    the last 4 bytes of the first piece and the first 4 bytes of the second.
 
     >>> cut_lent([(100, 8), (300, 8)], Part(0, 4, 12))
     [(104, 4), (300, 4)]

@@ -210,6 +210,12 @@ def record_of(
 ) -> tuple[Record, list[Any]]:
     """Makes the record of a save from Orbax's arguments.
 
+    Args:
+        args: `ocp.args.StandardSave` of a tree, `ocp.args.JsonSave`, or an
+            `ocp.args.Composite` of named items, each one of these two.
+        metrics: metrics of the step, as JSON values; None for none.
+        custom_metadata: metadata of the step, as JSON values; None for none.
+
     Returns:
         The record, and the values of the leaves in the order of `Record.leaves`.
 

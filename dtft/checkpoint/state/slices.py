@@ -27,6 +27,7 @@ class Slice:
     """One piece of a leaf, identified by leaf path, global index range and dtype.
 
     The identity has no rank and no host, so equal pieces on two hosts are equal slices.
+    The slice in the example has 2 x 4 elements of 4 bytes.
 
     >>> Slice(path="params/w", start=(0, 4), stop=(2, 8), dtype="float32").nbytes
     32
@@ -246,7 +247,7 @@ def offsets_of(slices: Sequence[Slice]) -> tuple[tuple[int, ...], int]:
     """Computes offsets in memory that put slices one after the other.
 
     Returns the offset of each slice, and the total size. All numbers are in bytes and
-    are multiples of `ALIGNMENT`.
+    are multiples of `ALIGNMENT`, which is 64. In the example each slice has 3 bytes.
 
     >>> a = Slice(path="a", start=(0,), stop=(3,), dtype="uint8")
     >>> offsets_of([a, a])

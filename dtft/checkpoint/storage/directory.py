@@ -271,7 +271,13 @@ def orbax_options(
     scored: bool = False,
     background: bool = True,
 ) -> ocp.CheckpointManagerOptions:
-    """Makes the options of an Orbax manager from arguments of `StorageTier`."""
+    """Makes the options of an Orbax manager from arguments of `StorageTier`.
+
+    Args:
+        max_to_keep: number of the newest steps that a save keeps; None keeps all.
+        scored: whether Orbax also writes the metrics of a step.
+        background: whether a save returns before the step is complete.
+    """
     return ocp.CheckpointManagerOptions(
         max_to_keep=max_to_keep,
         cleanup_tmp_directories=True,

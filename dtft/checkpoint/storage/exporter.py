@@ -124,9 +124,11 @@ class SaveServer:
     def answer(self, message: dict[str, Any]) -> None:
         """Executes one message ("open" or "save") and writes its answer as one line.
 
-        An answer has "ok", and the message's "op" and "step". If the work raises an
-        exception, "ok" is false, and "error" describes the exception. If the work
-        exceeds its time limit, the answer also has "ended", and this process ends.
+        An answer has "ok", the message's "op", and its "step" if it has one. The answer
+        to a successful "save" also has "seconds" and "bytes". If the work raises an
+        exception, "ok" is false, and "error" describes the exception. The time limit is
+        the message's "timeout_s" in seconds, by default `SAVE_S`. If the work exceeds
+        this limit, the answer also has "ended", and this process ends.
         """
         op = message.get("op")
         reply: dict[str, Any] = {"op": op}
@@ -256,8 +258,8 @@ class Exporter:
         """Checks the arguments and connects to the other exporters' JAX processes.
 
         Raises:
-            ValueError: `opening` does not fit the layout: other slots must write the
-                step, or `devices` is too small.
+            ValueError: `opening` does not fit the layout: its `world`, `rank` and
+                `slot` are not those of `export_world`, or `devices` is too small.
         """
         self._opening, self._layout = opening, Layout.from_json(opening.layout)
         self._world = export_world(self._layout)
