@@ -311,9 +311,9 @@ def know_processes(indices: Sequence[int], timeout_s: float) -> None:
 
 
 def _encoded(number: int, value: int | bytes) -> bytes:
-    """Encodes a field of a protocol buffer; the integer 0, a default, as no bytes.
+    """Encodes a field of a protocol buffer; returns b"" for the integer 0.
 
-    `number` is the field's number in the message.
+    0 is the default of an integer field. `number` is the field's number in the message.
     """
     if isinstance(value, int):
         return _varint(number << 3) + _varint(value) if value else b""
@@ -562,7 +562,10 @@ class _Unpickler(pickle.Unpickler):
     """
 
     def __init__(self, pickled: bytes, places: Mapping[int, Any]) -> None:
-        """`places` maps the id of each pickled device to the other device."""
+        """Takes the bytes that `_Pickler` wrote, and the new devices.
+
+        `places` maps the id of each pickled device to the device that replaces it.
+        """
         super().__init__(io.BytesIO(pickled))
         self._places = places
 
@@ -886,7 +889,8 @@ def cudnn_assumed() -> Iterator[None]:
 def _is_placed(module: Any, ir: Any) -> tuple[list[bool], list[bool]]:
     """Returns which arguments and which results of `module`'s `main` have a sharding.
 
-    `ir` is the module `jaxlib.mlir.ir`. Each list has one bool per argument or result.
+    `module` is an MLIR module, and `ir` is the Python module `jaxlib.mlir.ir`. Each
+    list has one bool per argument or result.
     """
     main = next(
         op for op in module.body.operations if op.attributes["sym_name"].value == "main"

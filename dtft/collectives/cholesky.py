@@ -128,7 +128,8 @@ def broadcast_factor(
         matrix: [..., n, n] as in `cholesky_encode`; read on the owner only.
         owner: index along the axis of the device that computes the factor.
         axis_name: axis or axes; None means one device.
-        jitter: as in `cholesky_encode`.
+        jitter: first shift added to the diagonal of a matrix that cannot be factored,
+            relative to the mean absolute diagonal element; see `cholesky_encode`.
         wire_dtype: dtype to which the factor is rounded before it is sent; None for no
             rounding. Every device, the owner too, gets the rounded factor, so all
             devices have the same bits.
@@ -138,10 +139,11 @@ def broadcast_factor(
         owner that could not be encoded.
 
     Raises:
-        ValueError: as `cholesky_encode`; the owner is not a static index along the
-            axis; or the call is differentiated, which is not supported because factors
-            are sent as integers. If a derivative is needed, broadcast the matrix and
-            factor the matrix on every device.
+        ValueError: matrix is not square or not floating; jitter is not a positive
+            Python number; wire_dtype is not floating; the owner is not a static index
+            along the axis; or the call is differentiated, which is not supported
+            because factors are sent as integers. If a derivative is needed, broadcast
+            the matrix and factor the matrix on every device.
     """
     matrix = _undifferentiable(as_array("matrix", matrix), "broadcast_factor")
     n = check_square(matrix)

@@ -140,7 +140,7 @@ def reduce_in_backward(
         axis_name: bound axes (inside `jax.shard_map`), or None to reduce nothing.
         op: `mean` if the loss is the mean of the local losses, `sum` if the loss is
             their sum.
-        algorithm: see `all_reduce`.
+        algorithm: algorithm of `all_reduce`, such as "ring".
 
     Raises:
         ValueError: an unknown op or algorithm, or an axis that is not bound.

@@ -38,6 +38,8 @@ def axis_size(axis_name: AxisName) -> int:
 def as_array(argument: str, value: Any) -> Array:
     """Converts an array or a number to a JAX array.
 
+    `argument` is the name of the caller's argument, for the error.
+
     Raises:
         ValueError: the value is anything else, such as a list, None or a string.
     """
@@ -147,7 +149,10 @@ def broadcast(x: Array, root: int, axis_name: AxisName | None) -> Array:
 
 
 def check_root(argument: str, root: Any, num: int) -> None:
-    """Raises a ValueError unless `root` is an int from 0 to `num` - 1, not traced."""
+    """Raises a ValueError unless `root` is an int from 0 to `num` - 1, not traced.
+
+    `argument` is the name of the caller's argument, for the error.
+    """
     if isinstance(root, Tracer):
         raise ValueError(
             f"{argument} is a traced {jax.typeof(root)}. Allowed: a Python int, since "

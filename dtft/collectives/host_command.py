@@ -51,7 +51,17 @@ class HostCommanded:
         algorithm: Algorithm = "native",
         has_aux: bool = False,
     ) -> None:
-        """Builds the programs; the arguments are documented in `reduced_gradients`."""
+        """Builds the two programs, which are compiled at the first call.
+
+        Args:
+            loss: scalar mean over its rows; with `has_aux` a pair of the mean and a
+                pytree of floating means.
+            mesh: any mesh with the axis.
+            axis_name: the axis that divides the batch; parameters are replicated over
+                it.
+            algorithm: algorithm of `all_reduce` for gradients.
+            has_aux: whether `loss` returns a pair.
+        """
         self._local, self._reduce = _programs(loss, mesh, axis_name, algorithm, has_aux)
         own = jax.process_index()
         self._alone = all(d.process_index == own for d in mesh.devices.flat)
@@ -69,7 +79,11 @@ class HostCommanded:
         """Computes value and gradients, averaged over the axis.
 
         Blocks until all devices have their local gradients, but not for the reduction:
-        the result may not be ready. Raises as `local_gradients`.
+        the result may not be ready.
+
+        Raises:
+            ValueError: the call is inside `jax.jit`, or the rows of `batch` cannot be
+                divided evenly.
         """
         rows = self.local_gradients(params, batch)
         self.await_command(rows)

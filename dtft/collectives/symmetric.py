@@ -64,7 +64,8 @@ def all_reduce_symmetric(
         axis_name: axis or axes; None means one device: the result is the symmetric
             matrix of the lower triangle.
         op: "sum" (default) or "mean".
-        algorithm: as in `all_reduce`; ``cholesky`` accepts only "native".
+        algorithm: algorithm of `all_reduce`, such as "ring"; ``cholesky`` accepts only
+            "native".
         wire: see above.
         wire_dtype: floating dtype to which a floating matrix is rounded before sending
             (partial sums too, see `all_reduce`); None keeps the matrix's dtype.

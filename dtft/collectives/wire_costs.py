@@ -100,7 +100,8 @@ def measure_wires(
         wires: Wire formats to compare. Leave "cholesky" out if the jitter or the
             rounding of factors is not acceptable.
         dtype: Floating dtype of the matrices.
-        wire_dtype: As in `all_reduce_symmetric`.
+        wire_dtype: Dtype to which matrices, or their factors, are rounded before
+            sending; None for no rounding.
         rounds: Timed runs of each wire format after one untimed run, 1 or more.
 
     Raises:
@@ -151,7 +152,10 @@ def _program(
 
 
 def _largest(own: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Returns the elementwise maximum of `own` over all processes of the mesh."""
+    """Returns the elementwise maximum of `own` over all processes of the mesh.
+
+    `own` is this process's array [n]; every process gets the same result.
+    """
     divided = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     rows = jax.make_array_from_callback(
         (mesh.size, len(own)), divided, lambda _: own[None]

@@ -4,7 +4,8 @@ A failed check raises a ValueError. If a hyperparameter is an array, its smalles
 its largest element are checked. Some values are not known: a traced value
 (`optax.inject_hyperparams` under `jit`), and an array that this process cannot read
 completely, because it has neither all shards nor a full copy. At most the dtype of such
-a value is checked.
+a value is checked. The argument `name` of a check is the hyperparameter's name, for the
+error.
 """
 
 import operator
@@ -168,7 +169,9 @@ def check_flags(**values: Any) -> None:
 
 
 def whole(name: str, value: Any) -> int | None:
-    """Returns `value` as an int; None for a value that `numbers` cannot read.
+    """Returns `value` as an int; None for a traced value.
+
+    Also returns None for an array that this process cannot read completely.
 
     Raises:
         ValueError: `value` is not an integer; a float such as 3.0 is refused too.

@@ -72,8 +72,13 @@ def where_due(
 ) -> Any:
     """Reduces `tree` over the axis if `now` is true; else returns `tree` unchanged.
 
-    `now` is a scalar bool array. It must be equal on all replicas, because a replica
-    enters the collective only if `now` is true.
+    Args:
+        now: scalar bool array. It must be equal on all replicas, because a replica
+            enters the collective only if `now` is true.
+        tree: this replica's arrays.
+        axis_name: the replica axis; None for a single replica.
+        op: "mean" or "max" over the replicas.
+        algorithm: how arrays are reduced, see `dtft.collectives`.
     """
 
     def exchange(own: Any) -> Any:

@@ -35,7 +35,8 @@ def unguarded(
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps `inner` in `skip_outlier_gradients` without a limit, so it skips nothing.
 
-    The state is a `SkipOutliersState`. `history` is as in `skip_outlier_gradients`.
+    The state is a `SkipOutliersState`. `history` is the length of its array `norms`,
+    which stays as it was in the first state, because no norms are recorded.
     """
     return guard_gradients(inner, None, history=history)
 

@@ -208,8 +208,9 @@ def is_outlier(
 ) -> jax.Array:
     """Whether a norm exceeds `max_norm_ratio` times the (lower) median of known norms.
 
-    False while fewer than `warmup` norms are known, or while the median is 0. Elements
-    of `norms` that are negative hold no norm.
+    Known norms are the elements of `norms` that are not negative: the norms of earlier
+    accepted gradients. The result is False while fewer than `warmup` norms are known,
+    or while the median is 0.
 
     In the example the median of the three known norms is 2, so the limit is 20.
 

@@ -401,8 +401,9 @@ def _updated_moments(
 ) -> ScaleByMaxBeliefState:
     """Returns the state with the gradients g added to the moments.
 
-    The new `nu` is `b2 * nu + (1 - b2) * |g - mu|^2 + eps_root` with the new `mu`, and
-    the new `nu_max` is the maximum of `nu_max` and the new `nu`.
+    The new `mu` is `b1 * mu + (1 - b1) * g`. The new `nu` is `b2 * nu + (1 - b2) *
+    |g - mu|^2 + eps_root` with the new `mu`. The new `nu_max` is the maximum of
+    `nu_max` and the new `nu`.
     """
     checks.check_leaves("updates", updates)
     checks.check_real_moments(updates, state.mu)
@@ -446,12 +447,12 @@ def _scaled_first_moment(
             dtype of its gradient, but is complex if the first moment is complex.
             Only with `nesterov` are the values of the gradients read.
         state: The result of `_updated_moments`.
-        b1: See `scale_by_max_belief`.
-        b2: See `scale_by_max_belief`.
-        eps: See `scale_by_max_belief`.
-        nesterov: See `scale_by_max_belief`.
-        bias_correct_max: See `scale_by_max_belief`; if False, the maximum is used
-            without the correction.
+        b1: Decay rate of the first moment.
+        b2: Decay rate of the second moment.
+        eps: Term added to the root of the maximum.
+        nesterov: Whether to use Nesterov momentum.
+        bias_correct_max: Whether the maximum is divided by 1 - b2^t before the root is
+            taken, with t the number of updates.
     """
     count = state.count
 

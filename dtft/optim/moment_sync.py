@@ -88,7 +88,7 @@ class MomentSync(NamedTuple):
             updates: this replica's gradients.
             state: the state before the update.
             params: not used.
-            sync: a value other than 0 commands an exchange, see `sync_moments`.
+            sync: a value other than 0 commands an exchange of all fields of `every`.
             **extra: not used.
 
         Returns:
@@ -133,9 +133,16 @@ class MomentSync(NamedTuple):
     ) -> tuple[optax.Updates, SyncState]:
         """Makes one update in mode "state".
 
-        First replaces each moment whose exchange is due by its reduction over the
-        replicas. Then makes the update from the replica's moments and gradient. The
-        arguments are those of `operands`.
+        First adds the gradient to the replica's moments. Then replaces each moment
+        whose exchange is due by its reduction over the replicas. Last makes the update
+        from the resulting moments and the gradient.
+
+        Args:
+            updates: this replica's gradients.
+            state: the state before the update.
+            params: not used.
+            sync: a value other than 0 commands an exchange of all fields of `every`.
+            **extra: not used.
 
         Returns:
             The update, which may differ between replicas, and the new state.

@@ -25,7 +25,10 @@ def map_rows(
     tree: Any,
     otherwise: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Any:
-    """Applies `on_rows` to leaves inside `PerReplica` nodes, `otherwise` to others."""
+    """Applies `on_rows` to leaves inside `PerReplica` nodes, `otherwise` to the rest.
+
+    By default all leaves outside of `PerReplica` nodes are returned unchanged.
+    """
 
     def of(node: Any) -> Any:
         if isinstance(node, PerReplica):

@@ -57,6 +57,16 @@ def max_belief_phases(
 
     Phase one adds a gradient to the moments; phase two makes the update from them.
 
+    Args:
+        b1: Decay rate of the first moment, 0 < b1 < 1.
+        b2: Decay rate of the second moment, 0 <= b2 < 1.
+        eps: Term added to the denominator outside of the square root.
+        eps_root: Term added to the second moment at every step.
+        mu_dtype: Dtype of the first moment; None for the dtype of the parameter.
+        nesterov: Whether to use Nesterov momentum.
+        bias_correct_max: Whether the maximum of the second moment is divided by
+            1 - b2^t.
+
     Raises:
         ValueError: a hyperparameter is out of range (a traced number is not checked),
             or is a floating array of fewer than 32 bits.

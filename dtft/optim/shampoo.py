@@ -71,11 +71,11 @@ def scale_by_shampoo(
     dominates, the preconditioner follows the noise instead of the curvature.
 
     Args:
-        b1: See `scale_by_max_belief`.
-        b2: See `scale_by_max_belief`.
-        eps: See `scale_by_max_belief`.
-        eps_root: See `scale_by_max_belief`.
-        mu_dtype: See `scale_by_max_belief`.
+        b1: Decay rate of Max-AdaBelief's first moment, 0 < b1 < 1.
+        b2: Decay rate of Max-AdaBelief's second moment, 0 <= b2 < 1.
+        eps: Term added to Max-AdaBelief's denominator outside of the square root.
+        eps_root: Term added to Max-AdaBelief's second moment at every step.
+        mu_dtype: Dtype of the first moment; None for the dtype of the parameter.
         beta_preconditioner: Decay rate b of the statistics, above 0; 1 sums the
             statistics without decay, as in Algorithm 1 of the paper.
         exponent: Power e of the inverse roots L^-e and R^-e. 1/4, as in the paper,
@@ -92,8 +92,9 @@ def scale_by_shampoo(
             multiple of `statistics_every`.
         statistics_every: Steps from one measurement of the statistics to the next. With
             a period of k, `exchange` sends 1/k of the bytes per step.
-        exchange: Maps the tree of increments of one replica (symmetric, [blocks, n, n],
-            at least float32) to the mean over all replicas; None for one replica.
+        exchange: Maps the tree of one replica's increments to the statistics (G G^T and
+            G^T G, symmetric, [blocks, n, n], at least float32) to the mean over all
+            replicas; None for one replica.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Under `optax.inject_hyperparams`
@@ -174,20 +175,25 @@ def shampoo(
 
     Args:
         learning_rate: A number of 0 or more, an array or a schedule.
-        b1: See `scale_by_max_belief`.
-        b2: See `scale_by_max_belief`.
-        eps: See `scale_by_max_belief`.
-        eps_root: See `scale_by_max_belief`.
-        mu_dtype: See `scale_by_max_belief`.
+        b1: Decay rate of Max-AdaBelief's first moment, 0 < b1 < 1.
+        b2: Decay rate of Max-AdaBelief's second moment, 0 <= b2 < 1.
+        eps: Term added to Max-AdaBelief's denominator outside of the square root.
+        eps_root: Term added to Max-AdaBelief's second moment at every step.
+        mu_dtype: Dtype of the first moment; None for the dtype of the parameter.
         weight_decay: Strength of the decoupled weight decay; None for no decay.
         weight_decay_mask: Which parameters decay, as in `max_adabelief`.
-        beta_preconditioner: See `scale_by_shampoo`.
-        exponent: See `scale_by_shampoo`.
-        root_eps: See `scale_by_shampoo`.
-        block_size: See `scale_by_shampoo`.
-        precondition_frequency: See `scale_by_shampoo`.
-        statistics_every: See `scale_by_shampoo`.
-        exchange: See `scale_by_shampoo`.
+        beta_preconditioner: Decay rate b of the statistics, above 0; 1 sums the
+            statistics without decay.
+        exponent: Power e of the inverse roots L^-e and R^-e.
+        root_eps: Added to the eigenvalues before the root, as a fraction of the largest
+            eigenvalue of the block; above 0.
+        block_size: Largest number of rows and columns of a block; matrices are cut into
+            blocks, each with separate statistics.
+        precondition_frequency: Steps from one computation of the roots to the next; a
+            multiple of `statistics_every`.
+        statistics_every: Steps from one measurement of the statistics to the next.
+        exchange: Maps the tree of one replica's increments to the statistics to the
+            mean over all replicas; None for one replica.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`.

@@ -99,7 +99,23 @@ class ShampooSteps(NamedTuple):
         local_gradients: optax.Updates | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, ScaleByShampooState]:
-        """Makes one update; `scale_by_shampoo` documents the arguments."""
+        """Makes one update, before its multiplication by the learning rate.
+
+        Args:
+            updates: the gradients; with several replicas their mean.
+            state: the state before the update.
+            params: not used.
+            local_gradients: this replica's gradients, from which the statistics are
+                computed; None computes the statistics from `updates`.
+            **extra: not used.
+
+        Returns:
+            The update, and the new state.
+
+        Raises:
+            ValueError: `local_gradients` has another tree structure than `updates`, or
+                `exchange` changes the tree structure.
+        """
         del params, extra
         count = jnp.asarray(optax.safe_increment(state.count))
         measured = updates if local_gradients is None else local_gradients
@@ -204,8 +220,9 @@ def _as_factors(tree: Any, updates: optax.Updates) -> Any:
 def _check_same(argument: str, tree: Any, expected: Any) -> None:
     """Raises a ValueError unless both trees have the same structure.
 
-    `argument` is the name of the argument that gave `tree`, for the error. A leaf
-    missing from the increments would never be added to the statistics.
+    A gradient missing from `local_gradients`, or a leaf missing from the result of
+    `exchange`, would never be added to the statistics. `argument` is the name of the
+    argument that gave `tree`, for the error.
     """
     got, want = jax.tree.structure(tree), jax.tree.structure(expected)
     if got != want:

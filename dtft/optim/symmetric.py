@@ -48,7 +48,8 @@ def exchange_symmetric(
         wire: See above; "auto" chooses by `costs`.
         wire_dtype: Dtype of the numbers sent, such as bfloat16; None for the dtype of
             the statistics.
-        algorithm: As in `dtft.collectives.all_reduce`; only "native" with `cholesky`.
+        algorithm: Algorithm of `dtft.collectives.all_reduce`, such as "ring"; only
+            "native" with `cholesky`.
         costs: For wire "auto", the result of `dtft.collectives.measure_wires`: each
             block is sent by the cheapest wire for its size.
 
@@ -96,7 +97,7 @@ def average_gradients(
     Args:
         inner: An optimizer that contains `scale_by_shampoo`, such as `shampoo`.
         axis_name: Replica axis, inside `jax.shard_map`; None for one replica.
-        algorithm: As in `dtft.collectives.all_reduce`.
+        algorithm: Algorithm of `dtft.collectives.all_reduce`, such as "ring".
 
     Returns:
         A transform with the state of `inner`, whose `update` takes local gradients.
