@@ -195,7 +195,8 @@ def check_copy(push: Push, step: int, digests: Mapping[str, bytes], told: str) -
         step: the step of the copy, for messages.
         digests: slice key to the digest that the sender reported. Nothing is checked if
             a slice of the push is not in `digests`.
-        told: the `push_root` that the peer reported of its copy.
+        told: the `push_root` that the peer reported of its copy: one digest over the
+            digests of all its slices.
 
     Raises:
         Mislabelled: the digests differ.
@@ -276,7 +277,8 @@ class StepTracker:
         Args:
             source: slot that has the slices on its devices and sent them.
             target: slot that keeps the copy.
-            root: the `push_root` of the copy.
+            root: the `push_root` of the copy: one digest over the digests of all its
+                slices.
 
         Raises:
             Mislabelled: slot `source` has reported its slices, and the copy differs.
@@ -316,9 +318,10 @@ class StepTracker:
     def _short(self) -> list[str]:
         """Returns the keys of slices that too few owners have copied to host memory.
 
-        The owners of a slice are the slots that have it on their devices. A slice needs
-        `effective_copies` copies, minus the number of slots to which it is pushed. If
-        it has fewer owners than that, all owners must copy it.
+        The owners of a slice are the slots that have it on their devices. A slice must
+        be copied by as many owners as the placement's `effective_copies` (copies per
+        slice), minus the number of slots to which the slice is pushed. If it has fewer
+        owners than that, all owners must copy it.
         """
         owners, wanted = self.layout.owners, self.placement.effective_copies
         return [
@@ -474,7 +477,8 @@ class CommitHealth:
         """State of the commit in the memory of live hosts.
 
         A lost commit cannot be restored from memory. A degraded commit can, but some
-        slices have copies in fewer failure domains than `wanted`.
+        slices have copies in fewer failure domains than `wanted`, the number at the
+        commit.
         """
         if self.problem:
             return "lost"

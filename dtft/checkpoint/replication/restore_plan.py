@@ -203,7 +203,7 @@ def find_needs(
             refer to `hosts`.
         slots: the host of each slot of the new layout; None if the slot needs no
             slices.
-        alive: hosts that can send.
+        alive: hosts whose copies can be used, by themselves and by other hosts.
 
     Returns:
         The cells, or the needed slices that no host in `alive` holds.

@@ -79,7 +79,10 @@ class Partition:
         )
 
     def index(self, part: int) -> tuple[int, ...]:
-        """Returns the index of a part along each dim of `counts`."""
+        """Returns the index of a part along each dim, counted in parts.
+
+        Trailing undivided dims that `counts` lacks are left out.
+        """
         index = []
         for count in reversed(self.counts):
             part, rest = divmod(part, count)

@@ -213,8 +213,9 @@ def record_of(
     Args:
         args: `ocp.args.StandardSave` of a tree, `ocp.args.JsonSave`, or an
             `ocp.args.Composite` of named items, each one of these two.
-        metrics: metrics of the step, as JSON values; None for none.
-        custom_metadata: metadata of the step, as JSON values; None for none.
+        metrics: metrics of the step, JSON values or scalar arrays; None for none.
+        custom_metadata: metadata of the step, JSON values or scalar arrays; None for
+            none.
 
     Returns:
         The record, and the values of the leaves in the order of `Record.leaves`.
