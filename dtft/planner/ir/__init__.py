@@ -7,7 +7,7 @@
 * `fusion`: finds the kernels of a compiled step, and the bytes that they move.
 * `repeats`: finds equal blocks. `layers`: finds the layers that a pipeline divides.
   `op_groups`: groups operators of equal cost. `remat`: wraps parts of a loss in
-  `jax.checkpoint`. `ragged`: what XLA makes of `jax.lax.ragged_dot`.
+  `jax.checkpoint`. `ragged`: how XLA compiles `jax.lax.ragged_dot`.
 """
 
 from typing import TYPE_CHECKING

@@ -27,7 +27,8 @@ Numbers = tuple[int, ...]
 class Dims:
     """Disjoint sets of dims (union-find); dims of one set are divided in the same way.
 
-    Dims are numbered in the order in which they are added.
+    Dims are numbered in the order in which they are added. In the example, a dim of
+    size 4 and a dim of size 8 share a set, so `of` returns both sizes.
 
     >>> dims = Dims()
     >>> a, b, c = dims.new(4), dims.new(8), dims.new(8)
@@ -85,7 +86,7 @@ class Dims:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linked:
-    """Dims of an equation's results, and operand dims that it sums or needs whole."""
+    """Dims of an equation's results; operand dims that it sums or needs undivided."""
 
     outputs: tuple[Numbers, ...]
     """Dims of each result."""
@@ -98,8 +99,9 @@ class Linked:
 class Case:
     """One equation with the dims of its operands: what the rules of primitives get.
 
-    `dims` has all dims of the program, which rules join; `shapes` and `results` are the
-    shapes of operands and results.
+    `dims` has all dims of the program, which rules join. `params` has the equation's
+    parameters. `operands` has the numbers of each operand's dims. `shapes` and
+    `results` are the shapes of operands and results.
     """
 
     def __init__(self, dims: Dims, eqn: Any, operands: Sequence[Numbers]) -> None:
@@ -208,8 +210,10 @@ def convolution(case: Case) -> Linked:
 
     Examples and output channels may be divided, as in the operands. Input channels may
     be divided too; the results are then partial sums. Window dims must not be divided,
-    because a window reads elements of the next device (halo). Nor must channels or
-    examples in groups, except the channels of a depthwise convolution.
+    because a window reads elements of the next device (halo). A convolution with groups
+    of examples (`batch_group_count`) must not have its examples or output channels
+    divided. One with groups of channels (`feature_group_count`) must not have its
+    channels divided, unless it is depthwise.
     """
     numbers = case.params["dimension_numbers"]
     lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
@@ -387,7 +391,8 @@ def _named(case: Case, named: KernelDims) -> Linked:
         named: letters of the dims of operands and results.
 
     Raises:
-        ValueError: the program calls the kernel with arrays of other ranks.
+        ValueError: the number of arrays of the call, or of dims of an array, differs
+            from that of `named`.
     """
     texts = *named.operands, *named.results
     shapes = *case.shapes, *case.results
@@ -485,6 +490,12 @@ def factor_groups(
 
     Returns for each group the positions of its dims in the operand, and the positions
     of its dims in the result. Dims of size 1 at the end may be in no group.
+
+    Args:
+        before: the shape of the operand.
+        after: the shape of the result.
+
+    In the example, dims of 2 and 3 are merged into 6, and a dim of 4 is split.
 
     >>> factor_groups((2, 3, 4), (6, 2, 2))
     [([0, 1], [0]), ([2], [1, 2])]

@@ -175,7 +175,7 @@ def register_kernel(
         whole: letters of further dims along which operands are needed undivided.
         mma_sync: whether the kernel multiplies with `mma.sync`, the instruction of
             NVIDIA's Ampere GPUs, on newer GPUs too. FlashAttention 1 and 2 do. Such a
-            kernel is slower by the device's `Efficiency.mma_sync`.
+            kernel reaches the share `Efficiency.mma_sync` of the speed of matmuls.
         platforms: platforms on whose devices the kernel runs, of `PLATFORMS`; `()` if
             it runs on all or this is unknown. On devices of others it is priced all the
             same, and `plan.lints()` says that it does not run there.
@@ -230,9 +230,9 @@ class RunsOn(NamedTuple):
     """The devices on which a kernel runs."""
 
     platforms: frozenset[str]
-    """Their platforms; empty for all."""
+    """Platforms of the devices; empty for all."""
     dtype: str
-    """A dtype that they have a peak for; '' for any."""
+    """A dtype that the devices have a peak FLOP/s for; '' for any."""
     words: str
     """What the kernel is, in words."""
     instead: str = "another implementation on this device"
@@ -244,7 +244,11 @@ class RunsOn(NamedTuple):
 
 
 class KernelDims(NamedTuple):
-    """The dims of a registered kernel, as letters."""
+    """The dims of a registered kernel, as letters.
+
+    `operands` and `results` have a string for each array, with a letter for each dim of
+    the array, as in an einsum.
+    """
 
     operands: list[str]
     results: list[str]

@@ -3,7 +3,8 @@
 XLA fuses cheap operators into kernels. A kernel reads arrays from memory, computes the
 operators between, and writes one array. The rules that decide which arrays are in
 memory were read from programs that XLA's GPU compiler had compiled
-(`experiments/fused_bytes.py`), and are assumed for TPUs. No number is fitted:
+(`experiments/fused_bytes.py`), and are assumed for TPUs. No number is fitted. The rules
+are:
 
 * Operands and results of products, results of reductions and other costly operators,
   arrays that loops slice, stack or carry, and results of the program are in memory. All
@@ -77,6 +78,9 @@ def moved_bytes(graph: Graph) -> dict[int, float]:
         results, in all executions of a step. Operators without such kernels are left
         out.
 
+    In the example, one kernel computes all three operators, and operator 2 (the sum)
+    has its bytes.
+
     >>> import jax
     >>> from dtft.planner.ir import trace
     >>> x = jax.ShapeDtypeStruct((4,), "f4")
@@ -97,8 +101,12 @@ def moved_bytes(graph: Graph) -> dict[int, float]:
 def unfused_bytes(graph: Graph) -> dict[int, float]:
     """Computes the bytes that kernels read and write in a step, without fusion.
 
-    Each operator is a kernel that reads and writes whole arrays. Operators of kind
+    Each operator is a kernel that reads and writes whole arrays. Only a gather does not
+    read its whole operand: it reads the elements that it looks up. Operators of kind
     `layout` make views, and move nothing. `PRODUCTS`, such as matmuls, are not counted.
+
+    Args:
+        graph: a traced step; sizes are those of all devices together.
 
     Returns:
         Map from the number of an operator to its bytes in all executions of a step.
@@ -255,7 +263,10 @@ class _Fusion:
         return same or operator.primitive in RELABELS
 
     def _find_roots(self, operator: Operator, index: int) -> frozenset[int]:
-        """Finds the arrays in memory from which a kernel computes array `index`."""
+        """Finds the arrays in memory from which a kernel computes array `index`.
+
+        `operator` is the operator whose result the array is.
+        """
         if self._relabels(operator):
             return self.roots(relabelled(operator, index))
         if index in self._sums:
@@ -294,7 +305,11 @@ class _Fusion:
                     yield made, (into, zeros, readers[0].outputs[0])
 
     def _find_hoisted(self) -> Iterator[int]:
-        """Yields results of broadcasts in loops that are equal in all iterations."""
+        """Yields results of broadcasts in loops that are the same in each iteration.
+
+        A result is given by the number of its array. Broadcasts that the backward pass
+        recomputes are left out.
+        """
         varying = {inner for loop in self.graph.loops for _, inner in loop.sliced}
         for loop in self.graph.loops:
             varying.update(into for _, into, _, _ in loop.carried)
@@ -334,6 +349,10 @@ class _Fusion:
 
         The other kernel reads or writes the same large arrays. Apart from these arrays,
         neither kernel reads the other kernel's result.
+
+        Args:
+            kernels: the kernels of the program.
+            readers: map from an array to the kernels that read the array.
         """
         values = self.graph.values
         writers = {kernel.value: kernel for kernel in kernels}
@@ -406,7 +425,8 @@ class _Fusion:
     def _is_costly(self, operator: Operator) -> bool:
         """Whether an operator's kernel computes exponentials or similar functions.
 
-        Only functions of as many elements as the operator's first operand has count.
+        A function counts only if its result has as many elements as the operator's
+        first operand.
         """
         values = self.graph.values
         size = values[operator.inputs[0]].size

@@ -137,7 +137,11 @@ class Operator:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CountedLoop:
-    """A scan or while loop; a while loop with an unknown trip count has length 1."""
+    """A scan or while loop of the program.
+
+    `length` is the number of iterations; 1 for a while loop with an unknown trip count.
+    `again` says whether the backward pass recomputes the loop (rematerialization).
+    """
 
     length: int
     primitive: str
@@ -198,7 +202,7 @@ class Graph:
     @property
     def flops(self) -> float:
         """Operations of a step on all devices, including recomputation, without
-        operators that nothing reads."""
+        operators whose results nothing needs."""
         return sum(op.flops * op.trips for op in self.operators if not op.unread)
 
     def bytes_of(self, operator: Operator) -> int:

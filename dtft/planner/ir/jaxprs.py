@@ -41,7 +41,8 @@ REMAT = frozenset({"remat2", "checkpoint"})
 def bodies(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """Yields the programs that an equation runs, such as the body of a `jit` or `scan`.
 
-    They are in the order of `CALLS`. Yields nothing for equations that call no program.
+    A `while` has its condition before its body; a `cond` has its branches in order.
+    Yields nothing for equations that call no program.
     """
     for name in CALLS.get(eqn.primitive.name, ()):
         value = eqn.params[name]

@@ -76,7 +76,8 @@ def find_layers(
     Args:
         graph: the step, with its backward pass.
         repeats: its equal blocks (`find_repeats`).
-        seconds: seconds of all executions of an operator together, by its number.
+        seconds: function from the number of an operator to the seconds of all its
+            executions in a step.
         parameters: numbers of the values that are parameters.
         batch: numbers of the values of the batch.
     """
@@ -254,7 +255,8 @@ def _parts_of_weights(
 
     Args:
         graph: the step.
-        parts: the part of each operator by its place in the program.
+        parts: map from the number of an operator to the part (`LayerStack`) that it
+            lies in by its position in the program.
         weights: numbers of the values that are weights.
     """
     readers = _forward_readers(graph)
@@ -327,6 +329,13 @@ def _readers(
 
     An operator that computes weights from a parameter does not count as a reader: the
     parts that read its results count as readers of the parameter.
+
+    Args:
+        graph: the step.
+        parts: map from the number of an operator of the forward or backward pass to its
+            part (`LayerStack`).
+        weights: numbers of the values that are weights.
+        parameters: numbers of the values that are parameters.
     """
     outer = {inside: outside for loop in graph.loops for outside, inside in loop.sliced}
     source = {index: frozenset((index,)) for index in parameters}

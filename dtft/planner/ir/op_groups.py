@@ -61,11 +61,14 @@ def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
 
 
 def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
-    """Whether an operator sums over dims and no marked operator needs its results.
+    """Whether an operator sums over dims, and forward and backward pass do not wait.
+
+    The passes wait for the sums if a marked operator (`_waits`), such as a matmul,
+    needs the sums or values computed from them.
 
     Args:
         operator: the operator.
-        known: the values that marked operators need (`awaited`).
+        known: numbers of the values that marked operators need (`awaited`).
     """
     return bool(operator.summed) and not known.intersection(operator.outputs)
 
@@ -370,8 +373,9 @@ class OpGroup:
 def region(operator: Operator) -> str:
     """Returns the part of the step that an operator is in, from its name stack.
 
-    The part is forward, backward or update. Operators outside of differentiated
-    functions are in the update.
+    The part is forward, backward or update. JAX writes `jvp(...)` around the names of
+    the forward pass, and `transpose(jvp(...))` around those of the backward pass.
+    Operators outside of differentiated functions are in the update.
 
     >>> from dtft.planner.ir.graph import Operator
     >>> made = Operator(primitive="mul", kind="elementwise", inputs=(), outputs=(),
@@ -464,7 +468,8 @@ def _share(graph: Graph, moved: Mapping[int, float], numbers: list[int]) -> floa
 def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
     """Groups the copies that loops make of slices of stacked arrays.
 
-    Slices with the same dims form one group. `alias` maps dims as in `group_operators`.
+    Slices with the same dims form one group. `alias` maps a dim of any layer to the dim
+    that stands for all equal layers (`group_operators`).
     """
     alike: dict[object, list[tuple[Operator, int]]] = defaultdict(list)
     for operator, passes in loop_copies(graph, CHEAP):

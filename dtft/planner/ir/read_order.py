@@ -84,7 +84,8 @@ def _first_reads(
     """Yields (parameter, t, share): the share of the parameter first read at time t.
 
     Times are shares of the forward pass. A parameter that a loop slices has two
-    entries: its first slice, and all other slices at the time of the last one.
+    entries: its first slice, and all other slices at the time of the last one. Yields
+    nothing if the forward pass has no matmul, convolution or kernel with operations.
     """
     first: dict[int, tuple[float, int | None]] = {}
     starts, ends, done = dict[int, float](), dict[int, float](), 0.0

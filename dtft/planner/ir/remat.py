@@ -37,6 +37,9 @@ def best_cuts(inside: Sequence[float], crossing: Sequence[float]) -> tuple[int, 
     Returns:
         Places of the cuts, ascending; place p is before operator p + 1.
 
+    In the first example, cuts after operators 1 and 3 make three blocks of 10 bytes. In
+    the second example, a cut would add more bytes than it saves.
+
     >>> best_cuts([9, 1, 9, 1, 9, 1], [9, 1, 9, 1, 9])
     (1, 3)
     >>> best_cuts([4, 4], [8])
@@ -171,7 +174,7 @@ def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
     The body of a scan is one block. The bodies of `jit` and similar calls are cut into
     blocks too, if they have a scan or more than half of the program's operators. A last
     block that is no body of a scan is wrapped only if `wrap_last`. `asked` has the
-    options.
+    arguments `policy` and `joined` of `rematerialized`.
     """
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)
@@ -241,7 +244,7 @@ def _stretch(
         jaxpr: the program of the equations.
         numbered: the run of equations, with their indices in the program.
         last_use: index of the last equation that reads each variable (`_last_uses`).
-        asked: the options.
+        asked: the arguments `policy` and `joined` of `rematerialized`.
         wrap_last: whether the last block is wrapped, too.
 
     Yields:

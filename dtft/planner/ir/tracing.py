@@ -82,7 +82,8 @@ class Drafts:
         operands and results of operators with side effects, the condition of a loop or
         branch, and arrays that enter or leave a shard_map."""
         self.barred: set[int] = set()
-        """See `Graph.barred`."""
+        """Values that the backward pass reads through an optimization barrier
+        (`Graph.barred`)."""
         self.endless: Counter[str] = Counter()
         """Bytes that loops with an unknown trip count read and write in a step, by
         primitive. Each of these loops counts as one iteration."""
@@ -340,7 +341,11 @@ _AGAIN = "rematted_computation"
 
 
 class Frame(NamedTuple):
-    """The context of the walk: the loops and calls around the current equation."""
+    """The context of the walk: the loops and calls around the current equation.
+
+    `trips`, `within` and `name` are the executions in a step, the loops and the name
+    stack of the frame's equations, as the fields of `Operator`.
+    """
 
     trips: int = 1
     within: tuple[int, ...] = ()
@@ -547,6 +552,8 @@ class Walk:
     ) -> list[Known]:
         """Adds a value for each array that enters or leaves a shard_map.
 
+        Returns the indices of the new values.
+
         Args:
             outside: the arrays before they enter or leave.
             atoms: the variables of the same arrays after they enter or leave.
@@ -608,6 +615,8 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
 
     Raises:
         ValueError: two leaves have the same path.
+
+    In the example, the contracted dims of `x` and `w` share the number 1.
 
     >>> x, w = jax.ShapeDtypeStruct((4, 8), "f4"), jax.ShapeDtypeStruct((8, 2), "f4")
     >>> graph = trace(lambda x, w: jax.numpy.tanh(x @ w), x, w=w)

@@ -582,9 +582,9 @@ class _Walk:
         A cheap operator that reads a sum over rows, as in a softmax or its gradient, is
         part of a kernel that works row by row, and reuses no buffer. There are two
         exceptions. In the backward pass of a step whose forward pass saves all values
-        (`keeps_all` of `follow`), such an operator reuses a buffer. So does an operator
-        that reads the result of a scatter, too, if a row has more than `ROW` elements
-        or a mesh axis divides the row's dim.
+        (`keeps_all` of `follow`), such an operator reuses a buffer. An operator that
+        also reads the result of a scatter reuses a buffer if a row has more than `ROW`
+        elements, or if a mesh axis divides the row's dim.
 
         Args:
             operator: the operator.

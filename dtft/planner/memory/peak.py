@@ -200,7 +200,10 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRun:
-    """The run of an operator whose operands may have to be gathered from devices."""
+    """The run of an operator whose operands may have to be gathered from devices.
+
+    `moment` is the row of `LivenessTrace.alive` when the operator runs.
+    """
 
     moment: int
     instance: int
@@ -380,6 +383,10 @@ class LivenessTrace:
         XLA shares the gather of an operand between matmuls that run soon after each
         other (its pass `ScheduleAwareCollectiveOpsCSE`). Of the matmuls of the forward
         pass, only the last one counts as an earlier matmul.
+
+        Args:
+            operator: the matmul.
+            run: the run of the matmul.
         """
         if region(operator) == "forward":
             self._reads.clear()
@@ -476,8 +483,9 @@ class Peak:
 class PeakModel:
     """Sums the bytes in memory at each moment of a step that may be the peak.
 
-    Bytes that the same mesh axes divide have one sum, a total. Holds for one division
-    of dims by axes, on any mesh.
+    Bytes that the same mesh axes divide have one sum, a total. `matrix` has the bytes
+    of each total at each moment, before division by the axes. Holds for one division of
+    dims by axes, on any mesh.
     """
 
     def __init__(self, trace: LivenessTrace, division: ShardingAssignment) -> None:
@@ -511,7 +519,7 @@ class PeakModel:
         return found - {()}
 
     def on(self, sizes: Sizes) -> "PeakEval":
-        """Evaluates the bytes on the given meshes.
+        """Returns the object that computes the peak memory on the given meshes.
 
         Args:
             sizes: map from an axis to an array of its size on each mesh; `MICRO` has
@@ -677,7 +685,8 @@ class PeakEval:
     def _divided(self) -> tuple[np.ndarray, np.ndarray]:
         """Peak bytes, and bytes of gradients at that moment, at ZeRO levels 2 and 3.
 
-        `fsdp` divides all gradients.
+        `fsdp` divides the gradients, except those that are still being computed as a
+        whole (category `gradient` of `What`).
         """
         return self._fullest(self._shares_divided(_OF_GRADIENTS))
 
@@ -762,10 +771,14 @@ class PeakEval:
         return total
 
     def _place(self, index: int) -> tuple[Spec, np.ndarray]:
-        """Finds the spec of a computed gradient, and the dim that ZeRO divides.
+        """Finds the spec of a gradient, and the dim that ZeRO divides by `fsdp`.
 
-        ZeRO divides this dim by `fsdp`. The dim is given by its position, as an array
-        with one entry per mesh; -1 for a mesh where `fsdp` divides no dim.
+        The spec is that of the gradient before ZeRO divides it. The dim is given by its
+        position, as an array with one entry per mesh; -1 for a mesh where `fsdp`
+        divides no dim.
+
+        Args:
+            index: the index of the gradient in `Graph.values`.
         """
         if index not in self._places:
             value, timeline = self._values[index], self._trace.timeline

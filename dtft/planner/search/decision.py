@@ -142,7 +142,14 @@ def _tried(
     best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
 ) -> Plan | None:
     """Plans again with `best`; None if no plan can have the pins or the plan does not
-    fit."""
+    fit.
+
+    Args:
+        best: function that returns the best plan, or the leanest plan if none fits.
+        cluster: the cluster to plan for.
+        pins: settings that the user has fixed, by name.
+        what_if: whether to search also settings that cannot be run.
+    """
     try:
         plan = best(cluster, pins, what_if)
     except ValueError:
@@ -363,7 +370,8 @@ def _best_of(
 def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVariant]:
     """Adds candidates that keep their optimizer state in host memory.
 
-    Adds only candidates that may be the best (`PlanSearch.with_offload`).
+    Adds only candidates that may be the best (`PlanSearch.with_offload`). `found` has
+    the priced candidates of each remat policy; the result has these and the added ones.
     """
     unfit, _, least = min(map(_first, found.values()))
     best_s = math.inf if unfit else least
@@ -396,7 +404,14 @@ def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
 def _written(
     found: Mapping[Remat, RematVariant], one: RematVariant, at: int, cluster: Cluster
 ) -> Plan:
-    """Writes the candidate at index `at` of one of the priced remat policies."""
+    """Writes the plan of a candidate, and marks it as not `runnable` if it is not.
+
+    Args:
+        found: the candidates of all priced remat policies, for `Plan.left_out`.
+        one: the candidates of the plan's remat policy.
+        at: the index of the candidate in `one.priced`.
+        cluster: the cluster that the plan is for.
+    """
     plan = write_plan.as_plan(one.search, one.priced, at, cluster)
     plan = replace(plan, left_out=_left_out(found, plan))
     runs_on = backend(cluster.uniform)
@@ -408,7 +423,16 @@ def _written(
 def _left_out(
     found: Mapping[Remat, RematVariant], plan: Plan
 ) -> tuple[Alternative, ...]:
-    """Returns the fastest candidate that the factor `IDLE` ranks behind the plan."""
+    """Returns the fastest candidate with idle devices that is faster than the plan.
+
+    The ranking multiplies the seconds of a candidate with idle devices (devices that
+    repeat the work of others) by `IDLE`. So such a candidate may be faster than the
+    plan and rank behind it. Returns () if there is none, or if the plan does not fit.
+
+    Args:
+        found: the candidates of each priced remat policy.
+        plan: the plan.
+    """
     fastest: Alternative | None = None
     least_s = plan.prediction.step_s if plan.fits else 0.0
     for priced in (one.priced for one in found.values()):

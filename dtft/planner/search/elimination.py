@@ -200,6 +200,9 @@ def eliminate_each(
         Values of all variables, int [values of `given`, variables]; and the costs,
         float [values of `given`], +inf if every assignment is forbidden.
 
+    In the example, each row has a value of variable 0, and the value of variable 1 that
+    costs least with it.
+
     >>> pair = np.array([[3.0, 1.0], [4.0, 4.0], [2.0, 5.0]])
     >>> values, costs = eliminate_each((3, 2), [((0, 1), pair)], [1], 0)
     >>> values.tolist(), costs.tolist()
@@ -283,7 +286,10 @@ def _aligned(
     scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
 ) -> np.ndarray:
     """Returns a table's costs with one dim for each variable of `wide`, in this order;
-    variables that the table lacks get dims of size 1."""
+    variables that the table lacks get dims of size 1.
+
+    `scope` has the variables of the table, one for each dim of `costs`.
+    """
     if scope == wide:
         return costs
     if len(scope) > 1:

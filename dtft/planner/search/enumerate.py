@@ -370,6 +370,10 @@ def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
     """Finds the rule of thumb (baseline) that each candidate follows; int [candidates].
 
     The numbers are positions in `BASELINES`, 0 for no baseline.
+
+    Args:
+        columns: the candidates, with columns for the axis sizes and `zero`.
+        known: the baselines; if a candidate follows several, the first one counts.
     """
     sizes = _sizes(columns)
     numbers = np.zeros(len(sizes), np.int64)

@@ -50,8 +50,12 @@ from dtft.planner.workload import Role, Workload
 OnStages = Callable[
     [Space, np.ndarray, dict[str, np.ndarray]], Mapping[str, np.ndarray]
 ]
-"""A function that converts bytes of a device as if its stage had all layers to the
-bytes of a pipeline stage (`pipeline.Staged.memory`)."""
+"""A function that computes the bytes on a device of a pipeline stage
+(`pipeline.Staged.memory`).
+
+The arguments are the space, the indices of candidates, and the bytes by term as if each
+stage had all layers.
+"""
 
 # State between uses. Equal arrays of equal layers are evaluated once. `spmd.zero`
 # selects the dim that `fsdp` divides, here for all sizes of axes together.

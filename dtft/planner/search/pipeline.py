@@ -528,11 +528,14 @@ def _kinds(
 
     Args:
         num: the number of stages of each candidate.
-        stage_layers: the number of layers of each stage, if they are uneven.
+        stage_layers: the number of layers of each stage; () for equal stages.
 
     Returns:
         Shares of the parts, float [candidates, kinds, parts]; and the number of stages
         of each kind, [candidates, kinds].
+
+    In the example, four stages have 3, 2, 2 and 1 of the 8 layers. The two stages with
+    2 layers are one kind, and each has a share of 0.25 of the layers.
 
     >>> kinds, counts = _kinds(np.array([4]), (3, 2, 2, 1))
     >>> kinds[0].tolist()

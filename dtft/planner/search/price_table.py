@@ -159,8 +159,8 @@ class Columns:
     def _groups(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
         """Finds the device groups of a collective over some axes, for each mesh.
 
-        As `lies`, but the indices are one per mesh, not one per point (mesh and number
-        of microbatches).
+        Returns the index of each mesh's group, int [meshes]; and the distinct groups. A
+        group has the number of members on each level of the fabric.
         """
         levels = tuple(level.size for level in self.pool.levels)
         sizes = np.ones((len(self._meshes), len(levels)))
@@ -217,7 +217,8 @@ class Columns:
 class Total:
     """A number for each point (mesh and number of microbatches), as a sum of tables.
 
-    A table has one number for each case of its own partition of the points.
+    A table has one number for each case of its own partition of the points. In the
+    example, point 1 is in case 1 of both partitions, so its number is 1 + 10.
 
     >>> even, third = (Cases(first=np.arange(n), of=np.arange(6) % n, sizes={})
     ...                for n in (2, 3))
@@ -255,6 +256,8 @@ def distinct(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
     Returns:
         The index of the first row with each number, and the number of each row.
+
+    In the example, the last row (1, 5) equals the first.
 
     >>> distinct([np.array([1, 1, 2, 1]), np.array([5, 6, 5, 5])])
     (array([0, 1, 2]), array([0, 1, 2, 0]))
@@ -407,7 +410,9 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Prices collectives that differ only in total bytes, `meets` and `ahead`.
+        """Prices collectives of equal kind, axes and repeats; bytes may differ.
+
+        `Message.meets` and `Message.ahead` may differ, too.
 
         Yields for each collective a partition of the points into cases, and the seconds
         for each case.
@@ -606,7 +611,10 @@ class Works:
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
         """Returns a key that is equal for groups of like operators, divided alike.
 
-        Groups with equal keys may still have other dims and numbers of operations.
+        The key is the pattern of the group's operator (the operator with its dims
+        renumbered from 0), and the part of the division that the operator's work
+        depends on. Groups with equal keys may still have different dims and numbers of
+        operations.
 
         Args:
             key: a group under a division (`key`).

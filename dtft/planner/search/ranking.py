@@ -27,7 +27,11 @@ prediction, which is off by up to this factor for small messages.
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Priced:
-    """Every candidate of a space, with its time and memory."""
+    """Every candidate of a space, with its time and memory.
+
+    `capacity` is the bytes of memory of a device. `host_capacity` is the bytes of host
+    memory that a device may use.
+    """
 
     space: Space
     terms: Mapping[str, np.ndarray]
@@ -72,11 +76,17 @@ class Priced:
         )
 
     def preferring(self, other: "Priced", rows: np.ndarray) -> "Priced":
-        """Returns the candidates with the better of two divisions for each of some.
+        """Returns the candidates, those in `rows` with the better of two divisions.
+
+        The division of `other` is the better one in two cases:
+
+        * It fits in memory, and the division of this object does not fit or has a
+          larger `worth_s`.
+        * Neither division fits, and only that of this object leaves devices idle.
 
         Args:
             other: the same candidates with other divisions.
-            rows: the candidates that `other` has prices for; int [rows].
+            rows: indices of the candidates that `other` has prices for; int [rows].
         """
         better = other.fits & (~self.fits | (other.worth_s < self.worth_s))
         better |= ~other.fits & ~self.fits & self.idle & ~other.idle
@@ -114,7 +124,8 @@ class Priced:
     def worth_s(self) -> np.ndarray:
         """Seconds by which candidates are ranked; float [candidates].
 
-        These are `step_s`, for candidates with redundant work (`idle`) times `IDLE`.
+        These are `step_s`. They are multiplied by `IDLE` for candidates whose devices
+        repeat the work of others (`idle`).
         """
         return np.where(self.idle, IDLE * self.step_s, self.step_s)
 

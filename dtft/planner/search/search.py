@@ -103,7 +103,8 @@ def sending_s(
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
     """Makes the lower bound of the bytes that a workload's state takes on each device.
 
-    The bound leaves out gradients, and the share of memory that plans leave free.
+    The bound counts no gradients. `MemoryFloor.capacity` leaves out the share of a
+    device's memory that plans must leave free (`RESERVE`).
     """
     graph = question.graph
 

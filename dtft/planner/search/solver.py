@@ -51,6 +51,9 @@ def prune(problem: CostProblem) -> Pruned:
     without b exists. Of values that dominate each other the first stays. Entries are
     compared without arithmetic, so rounding cannot remove the optimum.
 
+    In the example, values 1 and 2 cost less than value 0 and equally much, so value 1
+    stays.
+
     >>> from dtft.planner.search.elimination import Factor
     >>> cost = Factor(variables=(0,), costs=np.array([3.0, 1.0, 1.0]))
     >>> prune(CostProblem(sizes=(3,), factors=(cost,))).kept
@@ -212,6 +215,9 @@ def solve_each(
         ValueError: for some value of `given`, every assignment is forbidden.
         TimeoutError: no allowed assignment was found in the time.
         RuntimeError: HiGHS failed.
+
+    In the example, value 0 of variable 0 costs least with value 0 of variable 1, and
+    value 1 with value 1.
 
     >>> pair = Factor(variables=(0, 1), costs=np.array([[3.0, 5.0], [2.0, 1.0]]))
     >>> solve_each(CostProblem(sizes=(2, 2), factors=(pair,))).tolist()

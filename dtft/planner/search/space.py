@@ -69,9 +69,9 @@ CAPABILITIES: Mapping[tuple[Entry, Backend], Capabilities] = {
 }
 """The knobs (settings of a plan) that can be run with each entry on each backend.
 
-The entries are `dtft.plan` with `step=` and with `loss=`. The axis `stage` can be run
-with none: they accept any step or loss, whose layers are not declared. The mesh of a
-training config can have the axis (`parallel/pipeline.py`).
+The entries are `dtft.plan` with `step=` and with `loss=`. Neither entry can run the
+axis `stage`, because a step or loss does not declare its layers. The mesh of a training
+config can have this axis (`parallel/pipeline.py`).
 """
 
 PLATFORMS: Mapping[str, Backend] = {

@@ -195,7 +195,8 @@ def stack(costs: Sequence[StepCost]) -> StepCost:
     """Concatenates the candidates of several `StepCost` objects into one.
 
     The result has as many kinds of stages as the object with the most. Missing kinds
-    have zero stages. Missing pairs of `order` are zero, which changes no maximum.
+    have zero stages. Missing pairs of `StepCost.order` are (0, 0), which
+    does not change the seconds that computation hides.
     """
     kinds = max(cost.counts.shape[1] for cost in costs)
     pairs = max(cost.order.shape[1] for cost in costs)

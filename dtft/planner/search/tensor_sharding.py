@@ -1,10 +1,10 @@
 """Selects for every mesh the dims that the axis `tensor` divides.
 
 Writes a program as one cost problem for all points (meshes with a number of
-microbatches). The problem has a variable for the point, one for each dim that can be
-divided, and one table of seconds for all operators that have the same of these dims.
-For each point, `solver` minimises the seconds of a step in which no collective is
-hidden behind computation. Equal layers share their variables.
+microbatches). The problem has a variable for the point, and one for each dim that can
+be divided. For each set of these dims, one table has the seconds of all operators that
+have exactly these dims. For each point, `solver` minimises the seconds of a step in
+which no collective is hidden behind computation. Equal layers share their variables.
 """
 
 import itertools
@@ -130,16 +130,18 @@ class Chooser:
     def choose_busy(
         self, points: np.ndarray
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """As `choose`, but of the divisions in which the axis is not idle.
+        """Finds the dims that make a step fastest if the axis must not be idle.
 
-        The axis then divides the dims of at least `NEARLY_NONE` of the work.
+        The axis must divide one or more of the dims whose division alone divides at
+        least `NEARLY_NONE` of the work of matmuls, convolutions and kernels.
 
         Args:
-            points: indices of the points to choose for.
+            points: indices of the points (meshes with a number of microbatches).
 
         Returns:
-            The distinct divisions, and the index of the division of each point, int
-            [points given]; -1 if the axis can divide no such dim.
+            The distinct divisions (which axes divide which dims), and the index of the
+            division of each of the points, int [points given]; -1 if the axis can
+            divide none of these dims.
         """
         heavy, missing = self._heavy, np.full(len(points), -1)
         if not heavy:
@@ -158,7 +160,11 @@ class Chooser:
 
     @cached_property
     def _problem(self) -> CostProblem:
-        """The cost problem: variable 0 is the case, the others are the dims."""
+        """The cost problem: variable 0 is the case, the others are the dims.
+
+        A case is a set of points of equal costs. The variable of a dim is 1 if the axis
+        divides the dim, else 0.
+        """
         number = {dim: 1 + place for place, dim in enumerate(self._dims)}
         factors = [self._possible(dim, number[dim], self._alike) for dim in self._dims]
         factors += [
@@ -173,7 +179,8 @@ class Chooser:
 
     @cached_property
     def _heavy(self) -> list[int]:
-        """The variables of the dims that have at least `NEARLY_NONE` of the work."""
+        """The variables of the dims whose division alone divides at least `NEARLY_NONE`
+        of the work of matmuls, convolutions and kernels."""
         divided = dict.fromkeys(self._dims, 0.0)
         for scope, choices in self._costs_of.items():
             for place, dim in enumerate(scope):
@@ -190,7 +197,9 @@ class Chooser:
     def _divisions(
         self, found: np.ndarray
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Returns the distinct divisions of solutions, and the index of each one's.
+        """Returns the distinct divisions of solutions, and each solution's index.
+
+        The index is that of the solution's division among the distinct divisions.
 
         Args:
             found: values of the problem's variables; int [solutions, variables].
@@ -206,8 +215,9 @@ class Chooser:
     def _tables(self, free: Sequence[int]) -> Tables:
         """Prices the operators for each choice of dims that the axis divides.
 
-        Operators are grouped by their dims in `free`. Operators without a dim in `free`
-        are left out.
+        The result has the operators with their prices, by their dims in `free`, then by
+        which of these dims the axis divides (0 or 1 for each). Operators without a dim
+        in `free` are left out.
 
         Args:
             free: the dims that the axis may divide.

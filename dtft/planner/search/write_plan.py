@@ -93,7 +93,10 @@ def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, 
 
 @dataclass(frozen=True, kw_only=True)
 class _Listed:
-    """A collective of a candidate, before equal collectives are merged."""
+    """A collective of a candidate, before equal collectives are merged.
+
+    `where` is its description in the plan, such as `gradient of params/w`.
+    """
 
     sent: CollectiveOp
     times: float
@@ -420,7 +423,7 @@ def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
 
 
 def as_alternative(priced: Priced, at: int) -> Alternative:
-    """Writes the candidate at an index as an alternative."""
+    """Writes the candidate at index `at` of `priced` as an alternative of a plan."""
     candidate = priced.space[at]
     mesh: Mapping[str, int] = {a: n for a, n in candidate.mesh.items() if n > 1}
     return Alternative(
