@@ -177,7 +177,9 @@ class StepCost:
     def _exposed(self, behind: np.ndarray, computing: np.ndarray) -> np.ndarray:
         """Computes the seconds that collectives add to the computation that hides them.
 
-        As `cost.added_s`, but with the overlap and slowdown of each candidate.
+        The result is the part of the collectives that computation cannot hide, plus the
+        slowdown of the computation that hides the rest (`cost.added_s`). Overlap and
+        slowdown are those of each candidate; float [candidates, kinds of stages].
 
         Args:
             behind: seconds of the collectives alone; [candidates, kinds of stages].
