@@ -108,7 +108,7 @@ def test_replica_groups_of_two_hosts(tmp_path, control):
 @every
 def test_replica_groups_of_two_stages(tmp_path, control):
     record = drill(
-        *(tmp_path, *STAGES, *control("stages-300"), "--stop.steps", "300"),
+        *(tmp_path, *STAGES, *control("stages-600"), "--stop.steps", "600"),
         *("--fault", "scale:1@8", "--fault", "scale:2@200"),
     )
     assert sizes(record) == [[4, 2], [2, 4]] and record["bytes_from_storage"] == 0
