@@ -1,8 +1,8 @@
 """Pauses Python's cyclic garbage collector.
 
-The objects that a trace or a search makes live until the trace or the search ends. The
-collector scans all of these objects repeatedly, which takes a fifth of the time of
-tracing and searching.
+A trace or a search makes many objects, which stay alive until it ends. The collector
+scans all of these objects repeatedly, which takes a fifth of the time of tracing and
+searching.
 """
 
 import contextlib

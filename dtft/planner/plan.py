@@ -59,7 +59,10 @@ reductions, gathers, scatters and sorts."""
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeShare:
-    """Seconds of an operator of a step, or of all operators with the same `where`."""
+    """Seconds in a step of one operator, or of all operators with one description.
+
+    `where` is the description, such as `gradient of` a parameter.
+    """
 
     where: str
     """What the operator does: `gradient of` a parameter; or the parameter that it
@@ -69,7 +72,10 @@ class ComputeShare:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisUse:
-    """Fabric levels of a mesh axis, and the share of the work that the axis divides."""
+    """Fabric levels of a mesh axis, and the share of the work that the axis divides.
+
+    A fabric level is, for example, NVLink within a host or the network between hosts.
+    """
 
     levels: tuple[tuple[float, str], ...]
     """For each fabric level of the axis, innermost first: the number of devices (or
@@ -215,7 +221,8 @@ class Plan:
     def mfu(self) -> float:
         """Model FLOP utilization: `at_peak_s` as a share of the predicted step time.
 
-        0 if unknown.
+        `at_peak_s` is the time that the step's matmuls, convolutions and custom kernels
+        take at the peak FLOP/s of all devices. 0 if either time is 0 (unknown).
         """
         step_s = self.prediction.step_s
         return self.at_peak_s / step_s if step_s else 0.0
@@ -231,7 +238,11 @@ class Plan:
 
     @property
     def bound_by(self) -> str:
-        """The busiest resource of `roofline`; '' if `roofline` is empty."""
+        """Name of the resource that is busy longest, such as `compute`.
+
+        This is the resource with the most seconds in `roofline`; '' if `roofline` is
+        empty.
+        """
         return max(self.roofline, key=lambda name: self.roofline[name], default="")
 
     @property
@@ -262,7 +273,10 @@ class Plan:
 
 
 def _check(plan: Plan) -> None:
-    """Checks mesh, knobs, specs, axes and host paths of a plan read from a file.
+    """Checks mesh, knobs, specs, `axes` and `host` of a plan read from a file.
+
+    `host` has the paths of optimizer state that is kept in host memory. Mesh and knobs
+    of the alternatives are checked, too.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names the

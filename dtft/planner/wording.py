@@ -31,7 +31,7 @@ def rounded(value: float, error: float = 0.0) -> float:
     """Rounds a number to as many significant digits as its error allows.
 
     The value of the last digit is the largest power of ten that does not exceed the
-    absolute error. The result has at least one and at most `_DIGITS` digits.
+    absolute error. The result has at least one and at most four digits (`_DIGITS`).
 
     Args:
         value: the number.
@@ -63,9 +63,10 @@ def number(value: float, error: float = 0.0) -> str:
 
 
 def seconds(value: float, error: float = 0.0) -> str:
-    """Rounds a time in seconds (`rounded`) and formats it in s, ms or us.
+    """Formats a time in s, ms or us, rounded to the digits that its error allows.
 
-    A time below half a nanosecond is `0 s`.
+    `value` is in seconds. `error` is the relative error of the time; 0 if it is exact,
+    which gives four digits (`rounded`). A time below half a nanosecond is `0 s`.
 
     >>> seconds(0.01978), seconds(-2.5e-7), seconds(0), seconds(1e-12)
     ('19.78 ms', '-0.25 us', '0 s', '0 s')
@@ -106,9 +107,10 @@ def signed(text: str) -> str:
 
 
 def percent(fraction: float, error: float = 0.0) -> str:
-    """Rounds a fraction (`rounded`) and formats it as percent.
+    """Formats a fraction as percent, rounded to the digits that its error allows.
 
-    A nonzero fraction below 0.01 % is `<0.01 %`.
+    `error` is the relative error of the fraction; 0 if it is exact, which gives four
+    digits (`rounded`). A nonzero fraction below 0.01 % is `<0.01 %`.
 
     >>> percent(0.12345), percent(0.0), percent(2e-7), percent(-2e-7)
     ('12.35 %', '0 %', '<0.01 %', '-<0.01 %')
@@ -140,9 +142,9 @@ def share(value: float, total: float, error: float = 0.0) -> str:
 def change(value: float, reference: float, error: float = 0.0) -> str:
     """Formats the change from a reference to a value; '' for reference 0.
 
-    The text has the difference in percent. If the value is `_MANY` times the reference
-    or more, the text has the ratio of both instead. The number in the text is `rounded`
-    to the relative error `error`.
+    The text has the difference in percent. If the value is 10 times the reference
+    (`_MANY`) or more, the text has the ratio of both instead. The number in the text is
+    rounded to the digits that its relative error, `error`, allows (`rounded`).
 
     >>> change(3.0, 2.0), change(1.0, 2.0), change(30.0, 2.0), change(1.0, 0.0)
     ('+50 %', '-50 %', '15 times', '')

@@ -67,8 +67,8 @@ def arrays_of_experts(
     Args:
         graph: a traced step or loss.
         parameters: numbers of the values that are parameters.
-        root: function from a dim to the dim at the same position that stands for all
-            equal layers.
+        root: function from a dim to its representative; the dims at the same position
+            of equal layers have one representative.
         examples: dims that are not expert dims, such as the dims of examples.
 
     Source: GShard, arXiv 2006.16668, section 3.2. XLA's partitioning was read from
@@ -88,8 +88,13 @@ def _products(
     """Finds the matmuls of a program in which one array has the dims of a parameter.
 
     This array is an operand (the weights), or the result of a matmul that computes the
-    gradient of weights. Dims that a loop iterates over are left out. The arguments are
-    those of `arrays_of_experts`.
+    gradient of weights. Dims that a loop iterates over are left out.
+
+    Args:
+        graph: a traced step or loss.
+        parameters: numbers of the values that are parameters.
+        root: function from a dim to its representative; the dims at the same position
+            of equal layers have one representative.
 
     Yields:
         The sets of dims of both operands and the result, the set of dims of the array
@@ -317,7 +322,11 @@ class Workload:
     """The software that runs the step."""
 
     def root(self, dim: int) -> int:
-        """Returns the dim that stands for a dim and its equals in all equal layers."""
+        """Returns the representative of a dim.
+
+        The dims at the same position of equal layers have one representative. Any other
+        dim is its own representative.
+        """
         return self.alias.get(dim, dim)
 
     @cached_property
@@ -328,10 +337,11 @@ class Workload:
 
     @cached_property
     def read_order(self) -> tuple[ReadPoint, ...]:
-        """How early in the forward pass parameters are first read (`ir.read_order`).
+        """How early in the forward pass parameters are first read: points (t, c).
 
-        Only parameters that have a gradient count. If no gradient is found, all
-        parameters count.
+        The first share t of the forward pass reads the share c of the bytes of all
+        parameters (`ir.read_order`). Only parameters that have a gradient count. If no
+        gradient is found, all parameters count.
         """
         trained = set(gradients(self).values())
         inputs = {path: self.graph.inputs[path] for path in self.paths("parameter")}
@@ -425,7 +435,10 @@ class Workload:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the step's graph and the roles: twelve hexadecimal digits."""
+        """Hash of the step's graph and its arguments' roles, in 12 hexadecimal digits.
+
+        A role is parameter, optimizer state or batch.
+        """
         values = [(value.shape, value.dtype, value.dims) for value in self.graph.values]
         operators = [
             (op.primitive, op.inputs, op.outputs, op.flops, op.trips, op.summed,
@@ -461,7 +474,8 @@ class Workload:
     def aligned(self, division: ShardingAssignment) -> ShardingAssignment:
         """Converts a sharding assignment for dims of `graph` to one for `program`.
 
-        The dims of `program` get the mesh axes of the equal dims of `graph`.
+        `program` is the loss alone with entry `loss`, and `graph` itself with entry
+        `step`. The dims of `program` get the mesh axes of the equal dims of `graph`.
         """
         if self.program is self.graph:
             return division
@@ -470,11 +484,11 @@ class Workload:
         return ShardingAssignment(axes=axes, first=self._first(division))
 
     def _first(self, division: ShardingAssignment) -> Arrays:
-        """Returns the inputs and outputs of the program's expert layers.
+        """Returns the inputs and outputs of the expert layers of `program`.
 
-        The map is from the set of an array's dims to its expert dim.
-
-        Empty if `division.first` has no input or output of an expert layer of `graph`.
+        The map is from the set of an array's dims to its expert dim. It is empty if
+        `division.first`, a map of the same form for `graph`, has none of the inputs and
+        outputs of expert layers.
         """
         if division.first.keys().isdisjoint(self.expert_arrays):
             return {}
@@ -491,7 +505,10 @@ class Workload:
         return same_dims(self.program, self.graph)
 
     def paths(self, role: Role) -> tuple[str, ...]:
-        """Lists the paths of the leaves with a role, in the order of the arguments."""
+        """Lists the paths of the arguments' leaves with a role, such as `parameter`.
+
+        The leaves are in the order of the arguments.
+        """
         return tuple(path for path, found in self.roles.items() if found == role)
 
     def _of_batch(self, place: int) -> tuple[int, ...]:

@@ -185,9 +185,11 @@ def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
 def agreements(
     predicted: Iterable[Collective], compiled: Compiled
 ) -> tuple[Agreement, ...]:
-    """Compares predicted collectives with compiled ones, as `compare` does.
+    """Compares predicted collectives with the collectives of a compiled program.
 
-    The predicted collectives need not be in a plan.
+    Returns one entry for each kind of collective over the same mesh axes, the entry
+    with the most bytes first. The predicted collectives need not be in a plan, unlike
+    those of `compare`.
     """
     wanted: Counter[_Key] = Counter()
     found: Counter[_Key] = Counter()

@@ -158,7 +158,7 @@ def _read_assigned(folder: Path, pattern: str) -> str:
 
 
 class CompileResult(TypedDict):
-    """Collectives and memory of a compiled module."""
+    """Collectives and memory of a compiled module, and the seconds to compile it."""
 
     collectives: tuple[CompiledCollective, ...]
     memory: dict[str, int]
@@ -237,10 +237,17 @@ def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
 
 @gc_paused()
 def _read(compiled: dict[str, Any] | str, mesh: Mapping[str, int]) -> Answer:
-    """Finds the collectives in a compiled program; adds them to the result.
+    """Makes the answer for a module: collectives and memory of its compiled program.
 
-    An error is passed on as its text. The child does this, because the megabytes of the
-    program's text are too much to send over the pipe.
+    The child finds the collectives in the program's text, because the megabytes of this
+    text are too much to send over the pipe.
+
+    Args:
+        compiled: the result of `_compile`; the text of an error is returned unchanged.
+        mesh: map from an axis to its size, slowest-varying axis first.
+
+    Returns:
+        The answer, or the text of an error if the program's text cannot be read.
     """
     if isinstance(compiled, str):
         return compiled
@@ -261,9 +268,13 @@ def _compile(
 ) -> dict[str, Any] | str:
     """Compiles a module for devices that `devices` makes, with XLA's `options`.
 
-    After an internal error of XLA, compiles it once more with `retry` as further
-    options. If `retry` is empty or does not help, the text of the first error is
-    returned.
+    After an internal error of XLA, compiles the module once more with `retry` as
+    further options.
+
+    Returns:
+        A dict with the program's `text`, its `memory` in bytes and the `seconds` of the
+        compilation. After an error, the text of the error; if both compilations fail,
+        the text of the first error.
     """
 
     def compiled(options: Mapping[str, Any]) -> dict[str, Any] | str:

@@ -75,9 +75,10 @@ _T = 1e12
 def _efficiency(name: str, peak: float) -> Efficiency:
     """Returns the efficiency of a GPU.
 
-    Its e0 is that of the A100, times the share of the peak that matmuls reach on the
-    GPU, relative to their share on the A100. GPUs without a known matmul speed have the
-    e0 of the A100.
+    e0 is the share of the peak that large matmuls reach. It is the e0 of the A100,
+    times the ratio of two shares: the share of the peak that published matmuls reach on
+    the GPU, and on the A100. A GPU without a published matmul speed has the e0 of the
+    A100.
 
     Args:
         name: name in the catalog.
@@ -561,8 +562,9 @@ GIB = 2**30
 class Machine:
     """A kind of host, such as a DGX H100, or a kind of TPU pod; with its links.
 
-    `device` is the name of its device type in the catalog, `inside`, `outside`,
-    `host_link` and `on_chip` are names of links in the catalog.
+    `device` is the name of its device type in the catalog. `inside` (between devices of
+    a host), `outside` (between hosts), `host_link` (from a device to host memory) and
+    `on_chip` (between devices of a chip) are names of links in the catalog.
     """
 
     device: str
@@ -791,8 +793,9 @@ def link(name: str) -> Link:
 def torus_link(of: Machine, size: int) -> Link:
     """Returns the link along a torus dimension of `size` devices in machine `of`.
 
-    A dimension that is no ring has half the bandwidth: its end devices send in one
-    direction only.
+    The dimension is a closed ring if `size` is a multiple of `of.ring`. Otherwise the
+    link has half the bandwidth, because the devices at both ends of the dimension send
+    in one direction only.
     """
     port = link(of.inside)
     if size % of.ring == 0:
@@ -804,7 +807,8 @@ def torus_link(of: Machine, size: int) -> Link:
 def canonical_name(name: str) -> str:
     """Returns the catalog's name for a name in any spelling, or for an alias.
 
-    A name that the catalog lacks is returned in the catalog's spelling.
+    A name that the catalog lacks is returned in the catalog's spelling: in lower case,
+    with hyphens for spaces and underscores.
 
     >>> canonical_name(" A100 80GB"), canonical_name("v5e")
     ('a100', 'tpu-v5e')

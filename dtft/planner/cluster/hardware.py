@@ -63,6 +63,10 @@ class Accuracy:
         Returns:
             The lower end, at least 0, and the upper end, in seconds.
 
+        In the example, the step takes 4 s. The errors are 0.75 s and 0.5 s: together
+        0.9 s, the root of the sum of their squares. The upper end is 0.9 s above 4 s,
+        the lower end half as far below (`below`).
+
         >>> known = Accuracy(errors={"compute": 0.25, "collectives": 0.5}, below=0.5)
         >>> low, high = known.interval_s({"compute": 3.0, "collectives": 1.0})
         >>> round(low, 2), round(high, 2)
@@ -234,6 +238,14 @@ class DeviceType:
     def peak(self, dtype: str, precision: str = "") -> float:
         """Returns the peak FLOP/s of matmuls and convolutions of a dtype (from `rate`).
 
+        For a dtype without a listed peak, this is the peak of a listed dtype; in the
+        example, of float32 for bfloat16.
+
+        Args:
+            dtype: dtype of the operands.
+            precision: JAX's precision of the product (`Operator.precision`); '' for the
+                default.
+
         >>> peaks = {"float16": 125.0, "float32": 15.7}
         >>> device = DeviceType(name="d", platform="cuda", memory_bytes=1,
         ...     memory_bandwidth=1.0, source="", peak_flops=peaks)
@@ -311,6 +323,9 @@ class DeviceType:
         `highest` use TensorFloat-32. On TPU, `high` takes 3 and `highest` 6 passes in
         bfloat16. The default level on TPU is returned as one pass in float32, because
         the listed float32 peak of TPUs is that of one bfloat16 pass.
+
+        `precision` may also name an algorithm (`jax.lax.DotAlgorithmPreset`). The first
+        part of the name gives the dtype, and `_X3` at its end means 3 passes.
 
         >>> peaks = {"bfloat16": 312.0, "tensorfloat32": 156.0, "float32": 19.5}
         >>> a100 = DeviceType(name="d", platform="cuda", memory_bytes=1,
@@ -407,6 +422,9 @@ class Curve:
     def seconds(self, num_bytes: Any) -> Any:
         """Computes the seconds of one message of a size in bytes, a number or an array.
 
+        The message of the example has `half_bytes` bytes, so it reaches half of the
+        bandwidth: it takes 2 us, in addition to 1 us of latency.
+
         >>> Curve(latency_s=1e-6, bandwidth=1e9, half_bytes=1e3).seconds(1e3)
         3e-06
         """
@@ -488,8 +506,9 @@ class Link:
     def sync_skew_s(self, num_devices: float) -> float:
         """Returns the seconds that devices wait for each other at a collective.
 
-        Interpolated from `meeting` by the number of devices; 0 for one device, or if
-        `meeting` is empty.
+        Interpolated from `meeting` (seconds by number of devices) by the logarithm of
+        the number of devices. Outside the range of `meeting`, its nearest entry counts.
+        0 for one device, or if `meeting` is empty.
 
         >>> port = Curve(latency_s=1e-6, bandwidth=1e9)
         >>> seconds = {2: 1.0, 8: 2.0}
@@ -502,8 +521,9 @@ class Link:
     def hidden(self, num_devices: float) -> float:
         """Returns the share (0 to 1) of a gather's seconds that computation hides.
 
-        Interpolated from `ahead` by the number of devices; 0 for one device, or if
-        `ahead` is empty.
+        Interpolated from `ahead` (shares by number of devices) by the logarithm of the
+        number of devices. Outside the range of `ahead`, its nearest entry counts. 0 for
+        one device, or if `ahead` is empty.
         """
         return _known(num_devices, self.ahead)
 
@@ -524,9 +544,9 @@ def _beside(num_devices: float, known: Iterable[int]) -> tuple[int, int, float]:
 
 
 def _known(num_devices: float, figures: Mapping[int, float]) -> float:
-    """Interpolates figures that are known for some numbers of devices.
+    """Interpolates a figure for `num_devices` from those of other numbers of devices.
 
-    0 for one device or no figures.
+    `figures` maps numbers of devices to figures. 0 for one device or no figures.
     """
     if num_devices <= 1 or not figures:
         return 0.0

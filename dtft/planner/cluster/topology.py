@@ -288,8 +288,8 @@ def parse_pool(text: str) -> Pool:
 
     Raises:
         ValueError: the text cannot be read, the device type or machine is unknown, a
-            size is below 1, or such sizes are impossible for this machine (for example
-            12 devices on hosts of 8).
+            size is below 1, or the machine cannot have the sizes (for example 12
+            devices on hosts of 8).
     """
     sizes, name = _split(text)
     if canonical_name(name) not in MACHINES and (meant := _respelled(text)):
@@ -343,9 +343,9 @@ def _split(text: str) -> tuple[list[int], str]:
 
 
 def _respelled(text: str) -> str | None:
-    """Returns what a shorthand with spaces, another sign, or a count last may mean.
+    """Corrects a shorthand that has spaces, another sign than `x`, or its count last.
 
-    None if it is no such shorthand of a name in the catalog.
+    Returns None if the text has another form, or a name that the catalog lacks.
 
     >>> _respelled("2 x 8 H100"), _respelled("h100:8"), _respelled("8xh10")
     ('2x8xh100', '8xh100', None)
@@ -399,7 +399,12 @@ def _host_sizes(
 ) -> tuple[int, int]:
     """Finds the number of hosts and the number of devices of each host.
 
-    The arguments are those of `_hosts`.
+    Args:
+        text: a pool in words, such as `64x8xH100`; used in errors.
+        sizes: the numbers in `text`, outermost first: hosts and devices of each, one of
+            the two, or none.
+        found: the catalog's machine of the name in `text`.
+        of_hosts: whether a lone number counts hosts; otherwise it counts devices.
 
     Raises:
         ValueError: the devices do not fill hosts of the catalog's size.
@@ -815,7 +820,12 @@ def _curve(items: Any, where: str) -> Curve:
 
 
 def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> Cluster:
-    """Builds the cluster of a list of JAX devices; see `Cluster.from_devices`.
+    """Builds the cluster of a list of JAX devices.
+
+    Args:
+        devices: devices of one type, equally many on every host.
+        host_memory_bytes: memory of one host in bytes; by default the memory of this
+            machine.
 
     Raises:
         ValueError: there is no device, the devices or hosts differ, or the catalog
@@ -847,9 +857,9 @@ def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> 
 def _host(device: Any) -> int:
     """Returns a number that is equal for devices of one host.
 
-    Devices with equal numbers are joined by fast links. On GPUs it is JAX's
-    `slice_index` if present (one host, or one NVLink domain of several hosts),
-    otherwise the process index.
+    Devices with equal numbers are joined by fast links. The number is JAX's process
+    index. On GPUs it is `slice_index` instead, if the device has this attribute (a
+    slice is one host, or one NVLink domain of several hosts).
     """
     if device.platform in ("gpu", "cuda", "rocm"):
         found = getattr(device, "slice_index", None)

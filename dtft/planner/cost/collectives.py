@@ -2,7 +2,9 @@
 
 The formulas count the latency of hops and the bytes through ports (`Curve`), for each
 algorithm of `dtft.collectives` and for hierarchical algorithms over the levels of the
-fabric.
+fabric. `num_bytes` is the size of a collective: the bytes of the larger of a device's
+operand and its result. `hops` are the levels of the fabric over which the devices of
+the collective communicate, innermost first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -94,7 +96,8 @@ def collectives_s(
 
     Args:
         kind: the kind of collective.
-        num_bytes: bytes of each collective; [..., collectives].
+        num_bytes: bytes of the larger of a device's operand and its result, for each
+            collective; [..., collectives].
         groups: the device groups.
         which: index of each collective's group in `groups`; int [collectives].
 
@@ -238,8 +241,9 @@ def _most(times: list[Any]) -> Any:
 def _slowest(num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds to send bytes through all levels at once.
 
-    The result is the seconds of the slowest level. In each part of a level (the devices
-    that the level below joins), all devices send an equal share of the bytes.
+    The result is the seconds of the slowest level. Each part of a level (the devices
+    that the level below joins) sends `num_bytes`, of which each of its devices sends an
+    equal share.
     """
     return _most([hop.seconds(num_bytes, hop.inner) for hop in hops])
 
@@ -262,10 +266,10 @@ def _tree(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds to gather arrays on one device and to broadcast their sum.
 
-    The formula is 2 alpha + 2 n S / B for S bytes of each of n devices. Alpha is the
-    latency, and B is the bandwidth of the port of the device that gathers. Each level
-    passes the bytes of the devices that it and the levels below join; the slowest level
-    counts.
+    The formula is 2 alpha + 2 n S / B, where each of n devices has S bytes
+    (`num_bytes`). Alpha is the latency, and B is the bandwidth of the port of the
+    device that gathers. Each level passes the bytes of the devices that it and the
+    levels below join; the slowest level counts.
     """
     sent = [
         np.round(hop.size * hop.inner) * hop.seconds(num_bytes, alone=True)
@@ -374,7 +378,7 @@ def sync_skew_s(group: DeviceGroup) -> float:
 
 
 def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
-    """Computes `sync_skew_s` for many groups.
+    """Computes the sync skew of many groups: seconds until all devices have entered.
 
     Args:
         groups: the groups; a group of one device, which uses no level, has 0 s.
@@ -402,7 +406,10 @@ def hidden(group: DeviceGroup) -> float:
 
 
 def hiddens(groups: DeviceGroups) -> np.ndarray:
-    """Computes `hidden`, a share from 0 to 1, for many groups; float [groups]."""
+    """Computes `hidden` for many groups; float [groups].
+
+    This is the share (0 to 1) of a prefetched gather that computation hides.
+    """
     if not any(link.ahead for link in groups.links):
         return np.zeros(len(groups.sizes))
     return np.array([_least(sizes, groups.links) for sizes in groups.sizes.tolist()])

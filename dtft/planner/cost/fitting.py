@@ -323,7 +323,11 @@ def fit_convolutions(
 
 
 def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> DeviceType:
-    """Fits the peak flops of one more dtype; keeps the device's efficiency."""
+    """Fits the peak FLOP/s of one more dtype to measured matmuls of this dtype.
+
+    The peak is stored for the dtype that these matmuls are computed in
+    (`DeviceType.computed_in`). The device's efficiency stays unchanged.
+    """
     m, n, k = np.array([(t.m, t.n, t.k) for t in times], float).T
     computed_in, _ = device.computed_in(dtype)
 
@@ -404,6 +408,10 @@ def fit_overlap(
     The slowdown is that of computation which collectives overlap. Tries pairs of a
     share and a slowdown, and keeps the pair with the smallest median error. Of about
     equally good pairs, keeps the pair with the smallest share.
+
+    Args:
+        given: the efficiency of the device type before the fit.
+        times: the measured computations and collectives.
 
     Returns:
         The efficiency with `overlap_kappa` (the slowdown) and `overlap_fraction` (the

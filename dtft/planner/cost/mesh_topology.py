@@ -362,7 +362,9 @@ def _undominated(
 ) -> np.ndarray:
     """Finds for each mesh the orders that no other order dominates.
 
-    Of orders with equal extents only the first is kept. See `undominated_orders`.
+    An order dominates another order if no axis has a smaller extent (`extents`) at any
+    level and at least one axis has a larger extent. Of orders with equal extents only
+    the first is kept.
 
     Args:
         sizes: sizes of the axes larger than 1, of meshes in which the same axes are
@@ -434,7 +436,8 @@ def _maximal(features: np.ndarray) -> np.ndarray:
         features: distinct rows; [rows, features].
 
     Returns:
-        Whether a row is such a row; bool [rows].
+        True for each row that no other row equals or exceeds in every column; bool
+        [rows].
     """
     as_large = (features[:, None] >= features[None]).all(axis=2)  # [a, b]: a as b
     return as_large.sum(axis=0) == 1

@@ -266,7 +266,8 @@ def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
             device.
 
     In the example, the bytes are in GB: 64 arrays of 0.1 GB are offloaded, 16 of them
-    have room on the device, and 9 small arrays are not offloaded.
+    have room on the device, and 9 small arrays are not offloaded. To copy 6.4 GB to the
+    device and back at 10 GB/s takes 1.28 s.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> pcie = Link(kind="PCIe", curve=Curve(latency_s=0.0, bandwidth=1e10), source="")
