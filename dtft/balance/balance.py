@@ -166,7 +166,8 @@ class Work(Protocol[Division]):
     ) -> float:
         """Returns the seconds that a step takes with a division.
 
-        `unit_s` and `fixed_s` are as in `best`.
+        Each node takes `unit_s` seconds per unit of load, and `fixed_s` more seconds
+        per step; `[n]` each.
         """
         ...
 
@@ -300,8 +301,9 @@ class Balance(Generic[Division]):
             cost_s: Seconds to change the division (compiling, moving state).
 
         Raises:
-            ValueError: see `SpeedEstimator.after` and `StepTimes.after`; or `cost_s` or
-                `remaining_steps` is below 0.
+            ValueError: `busy_s` has another shape; a node with load has seconds that
+                are not finite and above 0; `step_s` is empty or has a number that is
+                not above 0; or `cost_s` or `remaining_steps` is below 0.
         """
         if not (remaining_steps >= 0 and cost_s >= 0):
             raise ValueError(

@@ -251,9 +251,15 @@ def _hand_out(
 ) -> Counts:
     """Gives each remaining microbatch to the node that would finish it first.
 
-    `shares` are the microbatches that each node has already; they are changed in place
-    and returned with the sum `total`. The other arguments are those of
-    `_before_makespan`.
+    Args:
+        shares: microbatches that each node has already, `[n]`; changed in place.
+        seconds: seconds per microbatch on each node, `[n]`.
+        fixed: seconds of each node that do not depend on its share, `[n]`.
+        total: microbatches of a step.
+        most: largest share of each node, `[n]`.
+
+    Returns:
+        `shares`, with the sum `total`.
     """
     while (missing := total - int(shares.sum())) > 0:
         finish = np.where(shares < most, fixed + (shares + 1) * seconds, np.inf)
@@ -460,8 +466,10 @@ class Layers:
     ) -> float:
         """Returns the seconds of a step of a 1F1B pipeline.
 
-        `division` has the number of layers of each stage; `unit_s` and `fixed_s` are as
-        in `best`.
+        Args:
+            division: the number of layers of each stage, `[stages]`.
+            unit_s: real seconds for each second of the cost model, `[stages]`.
+            fixed_s: extra seconds in a step of each stage that has layers, `[stages]`.
         """
         sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
@@ -475,7 +483,8 @@ class Layers:
 
         Returns an array `[stages, start, stop]`: the seconds of one microbatch in the
         layers from `start` to `stop` - 1. They are infinite where a stage cannot run
-        one of these layers. `unit_s` is as in `best`.
+        one of these layers. `unit_s` has the real seconds of each stage for each second
+        of the cost model, `[stages]`.
         """
         can = np.isfinite(self.layer_s) & np.isfinite(unit_s)
         upto = _upto(np.where(can, self.layer_s, 0.0) * np.where(can, unit_s, 1.0))
@@ -499,7 +508,10 @@ class Layers:
     def _costs(self, unit_s: Floats) -> Floats:
         """Returns `_sums`, with infinite seconds for ranges that a stage must not have.
 
-        Such a range has fewer than `low` layers, or exceeds the stage's memory.
+        The result is `[stages, start, stop]`: seconds of one microbatch in the layers
+        from `start` to `stop` - 1. A stage must not have a range of fewer than `low`
+        layers, or a range that exceeds its memory. `unit_s` has the real seconds of
+        each stage for each second of the cost model, `[stages]`.
         """
         costs = self._sums(unit_s)
         places = np.arange(len(self.layer_s) + 1)
@@ -542,8 +554,9 @@ def _of_stages(sums: Floats, division: Counts) -> Floats:
 def _least_sum(costs: Floats) -> Counts | None:
     """Finds the split of the layers for which the costs of all stages sum to the least.
 
-    `costs` are `[stages, start, stop]`, as returned by `Layers._sums`. Returns the
-    number of layers of each stage; None if every split has an infinite sum.
+    `costs` are `[stages, start, stop]`: the cost of the layers from `start` to `stop`
+    - 1 on each stage. Returns the number of layers of each stage; None if every split
+    has an infinite sum.
     """
     num_stages, num_places, _ = costs.shape
     least = np.full(num_places, np.inf)

@@ -53,8 +53,15 @@ class Operators:
     ) -> "Operators":
         """Returns the tasks of a program as divisible work.
 
-        `priced` has the tasks, and their seconds on each node by the cost model. The
-        options are those of `placement.place`.
+        Args:
+            priced: the tasks, and their seconds on each node by the cost model.
+            order: order in which tasks are placed. `rank` tries orders by upward rank
+                (the longest path in seconds from a task to the end of the program) and
+                the order of the program; `traversal` tries only the order of the
+                program.
+            microbatches: the number of microbatches of a step.
+            moves: the number of tries to move tasks to other nodes; by default 20,000
+                divided by the number of tasks, or 0 if this is below 20.
         """
         return cls(
             tasks=priced.tasks,

@@ -352,7 +352,8 @@ class SpeedEstimator:
             The new estimator, and the numbers of the nodes that drifted.
 
         Raises:
-            ValueError: see `UnitTimes.after`.
+            ValueError: shapes do not fit, or a node with load has seconds that are not
+                finite and above 0.
         """
         before = self.times.get(key_of(load), UnitTimes.unknown(self.num_nodes))
         here = before.after(busy_s, load)
@@ -426,7 +427,11 @@ class _Rows:
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
         """Computes the sums; each node must be measured at least once.
 
-        All arguments are as returned by `SpeedEstimator._rows`, `[divisions, n]`.
+        Args:
+            load: units of each node in each measured division, `[divisions, n]`.
+            busy: measured seconds of local work per step, `[divisions, n]`.
+            error: relative standard error of `busy`, `[divisions, n]`; infinite where a
+                node was not measured.
         """
         seen = np.isfinite(error)
         off_s = np.where(seen, busy, 1.0) * np.where(seen, error, 1.0)

@@ -174,7 +174,22 @@ class PricedTasks:
     ) -> "PricedTasks":
         """Makes the tasks of a program, and computes their seconds on each node.
 
-        The arguments are those of `place`.
+        Args:
+            graph: the program (`dtft.planner.trace`), of one microbatch.
+            cluster: the cluster whose devices are the nodes, or its text
+                (`Cluster.parse`).
+            kernels: kernels of devices for operators, in addition to those that
+                `DeviceType.kernels` lists.
+            affinity: pins: map from an operator (a primitive, a kind, or `dense`,
+                `conv`, `activation`) to the node, device type or platform that must run
+                it.
+            grain: `operator`: each operator is a task; or `block`: each of several
+                consecutive equal layers is a task, and so is each operator outside
+                these layers. A loop is never split.
+            together: operators that stay on one node, as pairs of the first operator
+                and the operator after the last.
+            backward: whether each task also has a backward task on the same node.
+            params: path of the argument that is differentiated; default: the first one.
 
         Raises:
             ValueError: an argument is not allowed, a task has no node with its kernels,
@@ -215,8 +230,18 @@ def place_tasks(
 ) -> Placement:
     """Places tasks, whose seconds on each node are `tasks.seconds`, on nodes.
 
-    `of` maps the tasks to the operators of a program; None if there is no program.
-    `weights`, `order`, `microbatches` and `moves` are those of `place`.
+    Args:
+        tasks: the tasks of one microbatch.
+        nodes: the nodes.
+        weights: speed of each node relative to `tasks.seconds`: 0.5 is half as fast,
+            and a node of weight 0 gets no task. Default: all 1.
+        of: maps the tasks to the operators of a program; None if there is no program.
+        order: order in which tasks are placed. `rank` tries orders by upward rank (the
+            longest path in seconds from a task to the end) and the order of `tasks`;
+            `traversal` tries only the order of `tasks`.
+        microbatches: the number of microbatches of a step.
+        moves: the number of tries to move tasks to other nodes; by default 20,000
+            divided by the number of tasks, or 0 if this is below 20.
 
     Raises:
         ValueError: an argument is not allowed, all nodes that can run a task have

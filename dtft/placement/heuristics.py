@@ -404,7 +404,10 @@ def speed_table(problem: Problem) -> Speeds:
 def faster(problem: Problem) -> Iterator[list[int]]:
     """Yields lists of the faster nodes, which together have a kernel for every task.
 
-    A list leaves out the nodes whose relative time (`_pace`) is at or above a limit.
+    A list leaves out the nodes whose relative time is at or above a limit. The relative
+    time of a node is that of all tasks that it can run, divided by the time of the same
+    tasks on the fastest node of each (`_pace`).
+
     If the nodes have up to four distinct times, there is a list for each time but the
     least, with this time as the limit. With more times there is one list, and its limit
     leaves out about the slower half of the times. A list whose nodes lack a kernel for
@@ -472,7 +475,12 @@ class Search:
     def __init__(self, problem: Problem, order: Order, microbatches: int) -> None:
         """Prepares the orders of tasks; makes no candidate yet.
 
-        `order` and `microbatches` are those of `place`.
+        Args:
+            problem: tasks and nodes.
+            order: which orders of tasks the rules try. `rank`: by upward rank (the
+                longest path in seconds from a task to the end of the program), and as
+                in the program. `traversal`: only as in the program.
+            microbatches: the number of microbatches of a step.
         """
         self.problem, self.microbatches = problem, microbatches
         self.order: Order = order
@@ -511,6 +519,8 @@ class Search:
     def on(self, node_of: Sequence[int]) -> Schedule | None:
         """Schedules tasks on given nodes, `node_of`, in the order that `order` names.
 
+        `node_of` has the node of each task. The tasks are in the order of the program
+        if `order` is `traversal`, and otherwise ordered by upward rank on these nodes.
         Returns None if memory does not suffice.
         """
         problem = self.problem

@@ -290,7 +290,10 @@ class _State:
 
     def _keep(self, task: int, node: int, end: float) -> None:
         """Adds a task's outputs to its node's memory; frees values without further
-        readers."""
+        readers.
+
+        `end` is the time in seconds at which the task ends.
+        """
         of = self.of
         for value in of.made[task]:
             self.home[value] = node

@@ -101,8 +101,13 @@ def bound_s(problem: Problem, microbatches: int = 1) -> float:
 
     The bound of the first microbatch is the larger of two figures: the longest path
     through the tasks, with each task on its fastest node and without time for
-    transfers; and `shared_s`. Each further microbatch adds the larger of two figures:
-    `shared_s`, and the largest of the tasks' seconds, each on its fastest node.
+    transfers; and `shared_s`, a lower bound on the seconds of the busiest node. Each
+    further microbatch adds the larger of two figures: `shared_s`, and the largest of
+    the tasks' seconds, each on its fastest node.
+
+    Args:
+        problem: tasks and nodes.
+        microbatches: the number of microbatches of a step.
     """
     least = problem.array.min(axis=1)
     ends = np.zeros(len(least))

@@ -130,7 +130,10 @@ class Placement:
 
     @property
     def of_operator(self) -> tuple[int, ...]:
-        """Node of each operator of the program."""
+        """Number of the node (an index into `nodes`) of each operator of the program.
+
+        () if the tasks are of no program.
+        """
         forward = zip(self.operators, self.node_of, strict=False)
         return tuple(
             node for (start, stop), node in forward for _ in range(start, stop)

@@ -105,6 +105,16 @@ def shape_factor(
     many tiles as the device has cores, several cores share each sum over a long k
     (split-K of cuBLAS).
 
+    Args:
+        device: the device type, with its cores, tile and alignment.
+        m: rows on one device.
+        n: columns on one device.
+        k: size of the contracted dim.
+        batch: the number of matmuls of this shape.
+        dtype: dtype of the operands.
+
+    In the example, 6912 is a multiple of the tile's 128 columns, and 6914 is not.
+
     >>> from dtft.planner.cluster.catalog import device_type
     >>> a100 = device_type("a100")
     >>> full, padded = (shape_factor(a100, 8192, n, 4096) for n in (6912, 6914))

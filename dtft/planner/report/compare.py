@@ -104,7 +104,7 @@ def _spec(specs: Mapping[str, Spec], path: str) -> str:
 
 
 def terms(plan: Plan, other: Plan) -> Section:
-    """Tabulates the seconds of a step in both plans, and the differences.
+    """Tabulates the seconds of a step in both plans, and `other` minus `plan`.
 
     Each term, such as compute, has a row; the last row has the whole step.
     """
@@ -127,7 +127,7 @@ def _error(plan: Plan, other: Plan) -> float:
 
 
 def memory(plan: Plan, other: Plan) -> Section:
-    """Tabulates the bytes on the fullest device in both plans, and the differences.
+    """Tabulates the bytes on the fullest device: both plans, and `other` minus `plan`.
 
     Each term, such as parameters, has a row; the last rows have the total and the
     capacity.

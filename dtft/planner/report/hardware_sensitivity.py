@@ -2,7 +2,8 @@
 
 Each change doubles one figure: the bandwidth of a kind of link, the memory capacity,
 the memory bandwidth, the peak flops, or the size of the outermost level of the fabric,
-such as the number of hosts. One more change halves this size, if it is above 1.
+such as the number of hosts. One more change halves this size, if it is above 1. A
+`Decision` is a selected plan, with its workload, cluster, pins and all candidates.
 """
 
 from collections.abc import Iterator, Mapping

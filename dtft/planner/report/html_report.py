@@ -1,6 +1,7 @@
 """The report of a plan: HTML with pictures as inline SVG, and tables for a terminal.
 
-The HTML needs no network and no scripts.
+The HTML needs no network and no scripts. A `Decision` is a selected plan, with its
+workload, cluster and all candidates.
 """
 
 import math
@@ -277,8 +278,8 @@ def _label(one: Alternative) -> str:
 def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, float]:
     """Returns the bytes of an alternative plan by term, such as parameters.
 
-    They come from the decision's search. Without a decision, or if its search lacks the
-    alternative, returns only the sum of all terms.
+    The bytes come from the decision's search. Without a decision, or if the search
+    lacks the alternative, returns only the sum of all terms.
     """
     if decision is not None and (known := decision.found.get(one.knobs.remat)):
         space = known.priced.space

@@ -2,7 +2,8 @@
 
 Findings are sizes that do not suit matmuls or mesh axes, arrays that are whole on every
 device, devices that are idle or repeat the work of others, and batches near the given
-batch. A finding has its seconds or bytes if they are known.
+batch. A finding has its seconds or bytes if they are known. A `Decision` is a selected
+plan, with its workload, cluster, pins and all candidates.
 """
 
 import math
@@ -151,10 +152,10 @@ def batch_text(decision: Decision) -> tuple[str, float]:
 
 
 def _fewer_text(decision: Decision) -> str:
-    """Describes how many devices a plan uses, and its step's seconds.
+    """Describes how many of the devices the plan uses, its mesh and its step's seconds.
 
-    For plans that use fewer devices than there are, if no nearby batch sizes are
-    compared.
+    If a plan that uses all devices fits, the text also has the seconds of the fastest
+    one (`_on_all`). The text is for plans that use fewer devices than there are.
     """
     plan, there = decision.plan, decision.cluster.num_devices
     used = math.prod(plan.mesh.values())
@@ -277,8 +278,8 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
 def products(decision: Decision) -> tuple[Lint, ...]:
     """Finds matmuls whose sizes do not suit the device, costliest first.
 
-    Their sizes are no multiples of its alignment, or fill its tiles badly. Findings
-    that cost less than `LEAST` of a step are left out.
+    The sizes are no multiples of the device's alignment, or fill the device's tiles
+    badly. Findings that cost less than `LEAST` of a step are left out.
     """
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -455,7 +456,11 @@ def kernels(decision: Decision) -> tuple[Lint, ...]:
 
 
 def _runs(kernel: str, device: DeviceType) -> bool:
-    """Returns whether an operator runs on a device, as far as this is known."""
+    """Returns whether an operator runs on a device.
+
+    `kernel` is the operator's primitive. A primitive without an entry in `RUNS_ON` is
+    assumed to run on all devices.
+    """
     rule = RUNS_ON.get(kernel)
     if rule is None:
         return True
@@ -643,7 +648,8 @@ def _dividing(plan: Plan, level: int) -> tuple[str, ...]:
 
     Args:
         plan: the plan.
-        level: the ZeRO level from which `fsdp` divides such arrays.
+        level: the least ZeRO level at which `fsdp` divides the array: 1 for optimizer
+            state, 3 for parameters.
     """
     names = ("fsdp", "tensor") if plan.knobs.zero >= level else ("tensor",)
     return tuple(axis for axis in names if plan.mesh.get(axis, 1) > 1)

@@ -1,5 +1,8 @@
 """Plans a workload again with other pins (settings that the user has fixed), for
-`why_not` and for the cost of each pin."""
+`why_not` and for the cost of each pin.
+
+A `Decision` is a selected plan, with its workload, cluster, pins and all candidates.
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -141,10 +141,12 @@ def _sequence(plan: Plan) -> tuple[str, ...]:
 
 
 def lies_on(plan: Plan, axes: Sequence[str]) -> str:
-    """Describes the fabric levels of mesh axes, such as `8 by NVLink`.
+    """Describes the fabric levels of mesh axes, such as `8 by NVLink x 4 by Ethernet`.
 
-    These are the levels over which collectives along the axes communicate. Axes that
-    are not in `Plan.axes` are left out. Returns '' if all are left out.
+    Each level has the number of devices (or groups of the level before) that the axis
+    joins on the level, and the kind of link. Collectives along the axes communicate
+    over these levels. Axes that are not in `Plan.axes` are left out. Returns '' if all
+    are left out.
     """
     found = [
         f"{wording.number(number)} by {kind}"
@@ -156,7 +158,11 @@ def lies_on(plan: Plan, axes: Sequence[str]) -> str:
 
 
 def _arrays_divided(plan: Plan, axis: str) -> str:
-    """Counts the arrays of each tree that an axis divides, as text."""
+    """Counts the arrays that an axis divides, as text such as `3 of 8 of optimizer`.
+
+    Parameters (or the whole state), optimizer state and batch are counted separately.
+    Returns `none` if the axis divides no array.
+    """
     trees: Mapping[str, Mapping[str, Spec]] = {
         "parameters" if plan.entry == "loss" else "state": plan.state,
         "optimizer": plan.optimizer,
@@ -242,8 +248,8 @@ def name_of(alternative: Alternative) -> str:
 def summary(plan: Plan) -> Section:
     """Describes mesh, settings, step time and memory of a plan.
 
-    Also names the source of the figures by which it was predicted, such as a
-    calibration.
+    Also names the source of the figures from which time and memory were predicted, such
+    as a calibration.
     """
     found = plan.prediction
     left = plan.capacity_bytes - plan.memory_bytes
@@ -325,7 +331,7 @@ def waterfall(plan: Plan) -> Section:
 
 
 def compute(plan: Plan) -> tuple[Section, ...]:
-    """Tabulates the compute seconds by kind of work, and the dearest operators.
+    """Tabulates the compute seconds by kind of work, and of the slowest operators.
 
     Returns () for a plan without seconds by kind of work, such as a plan from an older
     file.
@@ -401,8 +407,8 @@ def collectives(plan: Plan, num_listed: int = NUM_COLLECTIVES) -> Section:
 def layers_together(found: Iterable[Collective]) -> list[Collective]:
     """Merges the collectives that differ only in the number of a layer in their path.
 
-    Adds up their times and seconds. Returns the merged collectives in descending order
-    of their bytes per step.
+    Adds up the executions per step (`trips`) and the seconds of the merged collectives.
+    Returns the merged collectives in descending order of their bytes per step.
     """
     merged: dict[tuple[Any, ...], Collective] = {}
     for one in found:
@@ -498,7 +504,10 @@ def alternatives(plan: Plan) -> Section:
 
 
 def _left_out(plan: Plan) -> tuple[str, ...]:
-    """Describes the faster mesh whose devices repeat work; () without one."""
+    """Describes the mesh that is faster than the plan's, but not chosen.
+
+    Some devices of this mesh repeat the work of others. Returns () without such a mesh.
+    """
     return tuple(
         f"left out: {wording.mesh(one.mesh)}, {knobs_text(one.knobs)}, at "
         f"{seconds(one.step_s, plan.prediction.relative_error)} per step: some of its "

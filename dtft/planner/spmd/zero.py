@@ -54,6 +54,9 @@ def rest_spec(
         flat: whether `fsdp` divides buffers in which arrays lie one after another, and
             so any size (`Software.flat_state`).
 
+    In the example, an axis `fsdp` of size 2 divides the first dim, which no other axis
+    divides. An axis of size 4 does not divide the 6 elements of the first dim.
+
     >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
     >>> rest_spec(made, ((), ("tensor",)), {"tensor": 2, "fsdp": 2})
     (('fsdp',), ('tensor',))
@@ -84,7 +87,10 @@ def rest_place(
         sizes: map from an axis to its size, a number or an array with one entry per
             mesh.
         loops: dims (indices into `Graph.dims`) that loops slice.
-        flat: whether `fsdp` divides any size.
+        flat: whether `fsdp` divides any size, not only multiples of its own size.
+
+    In the example, `fsdp` divides no dim at size 1, the first dim at size 2, and the
+    second dim at size 4, because 4 does not divide the first dim's 6 elements.
 
     >>> made = Value(shape=(6, 8), dtype="float32", dims=(0, 1))
     >>> rest_place(made, ((), ("tensor",)), {"tensor": 2, "fsdp": np.array([1, 2, 4])})

@@ -98,7 +98,14 @@ def leave_one_out(
 ) -> np.ndarray:
     """Predicts the seconds of each row with factors fitted to all other rows.
 
-    The arguments are those of `fit`.
+    Args:
+        predict: Function from the factors to predicted seconds, one per row.
+        measured: Measured seconds, one per row.
+        start: Start values of the factors, which are the mean of the prior.
+        spread: Prior standard deviation of ln(factor / start value).
+
+    Returns:
+        Predicted seconds, one per row.
     """
     found = np.empty_like(measured)
     for left_out in range(len(measured)):

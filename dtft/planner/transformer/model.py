@@ -129,8 +129,9 @@ class Shape:
 class ParallelLayout:
     """Parallel layout of a transformer on devices, with its memory options.
 
-    `tp`, `pp` and `dp` are the degrees of tensor, pipeline and data parallelism. `tp`
-    is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`, as in Megatron.
+    `tp`, `cp`, `ep`, `dp` and `pp` are the degrees of tensor, context, expert, data and
+    pipeline parallelism. `tp` is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`,
+    as in Megatron.
     """
 
     tp: int
@@ -167,8 +168,9 @@ class ParallelLayout:
     def rules(self) -> Software:
         """How the layout's software runs the step: which kernels, overlaps and sums.
 
-        These are the rules of `software`, with `sum_bytes` and `splits_positions` set
-        as this layout needs them.
+        These are the rules of `software`, with two fields set for this layout:
+        `sum_bytes` (bytes of an element of gradient sums) and `splits_positions`
+        (sequence parallelism).
         """
         rules = {"xla": XLA, "megatron": MEGATRON, "eager": EAGER}[self.software]
         parts = self.sequence_parallel and self.tp > 1
@@ -193,7 +195,10 @@ class ParallelLayout:
 
     @property
     def replicas(self) -> int:
-        """The number of copies of each expert; ZeRO divides state over them."""
+        """The number of copies of each expert: `dp` divided by `ep`.
+
+        ZeRO divides state over this number of devices.
+        """
         return self.dp // self.ep
 
     @property

@@ -130,9 +130,10 @@ def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
 def space_of(layouts: Sequence[ParallelLayout]) -> Space:
     """Converts layouts of one program to candidates (plans to price) of the planner.
 
-    `tp` is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`, as in Megatron. The
-    planner's axis `expert` divides examples, too, so `dp` is the product of the axis
-    `expert` and the data axis (`fsdp` with ZeRO, else `replica`).
+    `tp`, `cp`, `ep`, `dp` and `pp` are the degrees of tensor, context, expert, data and
+    pipeline parallelism. `tp` is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`,
+    as in Megatron. The planner's axis `expert` divides examples, too, so `dp` is the
+    product of the axis `expert` and the data axis (`fsdp` with ZeRO, else `replica`).
     """
     like = layouts[0]
     divided = like.zero > 0

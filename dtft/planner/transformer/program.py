@@ -267,9 +267,10 @@ def product(spec: str, narrow: Any) -> Function:
 
 
 def _product(spec: str, x: jax.Array, w: jax.Array, narrow: Any) -> jax.Array:
-    """Multiplies in the dtype `narrow`; the result has the dtype of `x`.
+    """Multiplies `x` and `w` in the dtype `narrow`; the result has the dtype of `x`.
 
-    Integers are summed in 32 bits, as JAX requires.
+    `spec` is the spec of the matmul, as for `jnp.einsum`. Integers are summed in 32
+    bits, as JAX requires.
     """
     operands = x.astype(narrow), w.astype(narrow)
     if not jnp.issubdtype(narrow, jnp.integer):
@@ -279,7 +280,14 @@ def _product(spec: str, x: jax.Array, w: jax.Array, narrow: Any) -> jax.Array:
 
 
 def _product_back(spec: str, narrow: Any, kept: Any, dy: jax.Array) -> Any:
-    """Returns the gradients of the operands of `_product`, which are `kept`."""
+    """Returns the gradients of both operands of `_product`.
+
+    Args:
+        spec: spec of the matmul, as for `jnp.einsum`.
+        narrow: the dtype of the matmuls' operands.
+        kept: the operands of `_product`, which the forward pass has kept.
+        dy: the gradient of the result of `_product`.
+    """
     left, rest = spec.split(",")
     right, made = rest.split("->")
     x, w = kept

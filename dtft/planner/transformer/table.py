@@ -83,16 +83,17 @@ class Habits:
     def flash_attention(self, recompute: Recompute) -> bool:
         """Returns whether flash attention, with scores on the chip, is the default.
 
-        True with `fused`. Without `fused`, True only without recomputation.
+        True if `fused` (the usual options since Hopper). Without `fused`, True only
+        without recomputation.
         """
         return self.fused or recompute == "none"
 
     def sequence_parallel(self, recompute: Recompute) -> bool:
         """Returns whether sequence parallelism is the default.
 
-        True with `fused`. Without `fused`, False only for full recomputation:
-        sequence parallelism was published together with selective recomputation (arXiv
-        2205.05198).
+        True if `fused` (the usual options since Hopper). Without `fused`, False only
+        for full recomputation: sequence parallelism was published together with
+        selective recomputation (arXiv 2205.05198).
         """
         return self.fused or recompute != "full"
 
