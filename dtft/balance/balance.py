@@ -67,8 +67,8 @@ class StepTimes:
     """Seconds of whole steps, for each load measured since a node last drifted.
 
     A node drifts if its seconds change relative to the other nodes. `took` maps a load
-    (the units of work of each node) to the steps measured with it. It is empty if whole
-    steps are not measured.
+    (the units of work of each node) to the steps measured with it. `took` is empty if
+    whole steps are not measured.
     """
 
     took: Mapping[Load, Took] = field(default_factory=dict)

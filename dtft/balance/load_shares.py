@@ -482,9 +482,9 @@ class Layers:
         """Sums the seconds of each range of layers on each stage.
 
         Returns an array `[stages, start, stop]`: the seconds of one microbatch in the
-        layers from `start` to `stop` - 1. They are infinite where a stage cannot run
-        one of these layers. `unit_s` has the real seconds of each stage for each second
-        of the cost model, `[stages]`.
+        layers from `start` to `stop` - 1. The seconds are infinite where a stage cannot
+        run one of these layers. `unit_s` has the real seconds of each stage for each
+        second of the cost model, `[stages]`.
         """
         can = np.isfinite(self.layer_s) & np.isfinite(unit_s)
         upto = _upto(np.where(can, self.layer_s, 0.0) * np.where(can, unit_s, 1.0))

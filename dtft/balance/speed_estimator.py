@@ -208,7 +208,7 @@ def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
 
     `unit_s` is `[steps, n]`. The share `TRIM` of the values is left out at either end.
     The variance is a winsorized one: divided by the number of steps, it is the variance
-    of the mean. It is 0 if there is only one step.
+    of the mean. The variance is 0 if there is only one step.
     """
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)
@@ -404,8 +404,8 @@ class SpeedEstimator:
     def _rows(self) -> tuple[Floats, Floats, Floats]:
         """Returns three arrays `[divisions, n]` with a row for each load of `times`.
 
-        They are the load, the busy seconds, and the relative standard error of these
-        seconds. The error is infinite where a node was not measured.
+        The arrays are the load, the busy seconds of a step, and the relative standard
+        error of these seconds. The error is infinite where a node was not measured.
         """
         load = np.array([list(it) for it in self.times])
         took = list(self.times.values())

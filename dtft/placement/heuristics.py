@@ -73,8 +73,8 @@ def split(
         Stretches in the order of items, none for a node without items; None if no
         split was found that has all kernels and fits into memory.
 
-    The example has four items, and node 0 is three times as fast as node 1. It lists
-    each node with its number of items.
+    The example has four items, and node 0 is three times as fast as node 1. The output
+    lists each node with its number of items.
 
     >>> rows = split(np.array([[1.0, 3.0]] * 4))
     >>> sorted((one.node, one.stop - one.start) for one in rows)

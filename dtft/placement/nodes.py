@@ -76,7 +76,8 @@ class Nodes:
     ) -> "Nodes":
         """Makes nodes with equal links; each node has a sending and a receiving port.
 
-        `latency_s` is in seconds, `bandwidth` in bytes a second. The example shows the
+        `memory_bytes` has the bytes of memory of each node. `latency_s` is in seconds,
+        `bandwidth` in bytes a second. The example shows the
         seconds per byte between two nodes.
 
         >>> Nodes.joined([1e9, 1e9], latency_s=1.0, bandwidth=2.0).byte_s.tolist()
@@ -109,7 +110,7 @@ class Nodes:
 class _Routes:
     """Tables of link speeds and ports of all pairs of nodes.
 
-    They are filled from the innermost links outwards.
+    The tables are filled from the innermost links outwards.
     """
 
     def __init__(self, num: int) -> None:

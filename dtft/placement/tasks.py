@@ -41,7 +41,7 @@ class Tasks:
     """Tasks (operators, loops or layers), their seconds on each node, and the values
     that pass between them.
 
-    They are in an order in which they can be run one after another.
+    The tasks are in an order in which they can be run one after another.
     """
 
     names: tuple[str, ...]
@@ -204,7 +204,8 @@ def _made_and_read(
     """Maps each value to the task that makes it, and to the tasks that read it.
 
     The values inside a loop belong to the loop's task. Arguments are not in the first
-    map.
+    map. `operators` has the first operator of each task, and the operator after its
+    last.
     """
     task_of = [
         t for t, (start, stop) in enumerate(operators) for _ in range(start, stop)

@@ -37,6 +37,9 @@ def rounded(value: float, error: float = 0.0) -> float:
         value: the number.
         error: relative error of the number; 0 if it is exact.
 
+    In the example, the absolute errors are 0, 24.7 and 6.2, so the last digits are
+    tenths, tens and ones.
+
     >>> rounded(123.456), rounded(123.456, 0.2), rounded(123.456, 0.05)
     (123.5, 120.0, 123.0)
     """

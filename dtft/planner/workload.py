@@ -160,7 +160,7 @@ def gradients(question: "Workload") -> dict[int, str]:
 
     The search goes back from each updated parameter, through the update and through
     element-wise and `layout` operators of the backward pass, to the results of other
-    operators of the backward pass. It follows operands that have as many elements as
+    operators of the backward pass. The search follows operands with as many elements as
     the result; of a pad or concatenation it follows all operands.
 
     Args:

@@ -321,7 +321,7 @@ def _part(text: str) -> tuple[str, int, int]:
 def _devices(text: str | None, shape: Sequence[int]) -> np.ndarray:
     """Reads the device numbers of an XLA mesh, in the mesh's shape.
 
-    They are ascending if the text gives no order.
+    The numbers are ascending if the text gives no order.
     """
     found = _PERMUTED.match(text) if text else None
     if text and not found:
@@ -480,6 +480,11 @@ def _is_widened(
 
     Follows the value back from `maker` through operations that only move elements
     (`_RENAMES`), and into fusions.
+
+    Args:
+        program: the compiled program.
+        lines: the operations of the computation of `maker`, by name.
+        maker: the operation that makes the value.
     """
     while True:
         if maker.opcode == "fusion":

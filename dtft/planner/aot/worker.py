@@ -190,7 +190,9 @@ XLA's autotuner then takes cuBLAS; without a GPU there is no autotuner, and XLA 
 def main(link: Connection, target: str, num_devices: int) -> None:
     """Compiles each module from `link` and sends back the result; never returns.
 
-    The process ends when the other end of `link` is closed.
+    `link` is the connection to the parent. `target` is `cpu`, or the name of the GPU to
+    compile for. `num_devices` is the number of devices to compile for. The process ends
+    when the other end of `link` is closed.
     """
     modules: SimpleQueue[tuple[bytes, dict[str, int]]] = SimpleQueue()
     threading.Thread(target=_listen, args=(link, modules), daemon=True).start()
@@ -352,6 +354,8 @@ class Child:
 
     def send(self, module: bytes, mesh: Mapping[str, int]) -> None:
         """Sends a module to compile; answers arrive in the order of modules.
+
+        `mesh` maps each mesh axis of the module to its size.
 
         Does nothing if the process has ended; `receive` then returns None.
         """

@@ -262,7 +262,9 @@ _POOL = re.compile(r"((?:\d+x)*)(?!(?:\d+x)+$)(\S.*)", re.IGNORECASE)
 
 
 def parse_shorthand(text: str) -> Cluster:
-    """Reads a cluster from a shorthand; see `Cluster.parse`.
+    """Reads a cluster from a shorthand, such as `64x8xH100` (64 hosts of 8 devices).
+
+    Several pools are joined by `+`. `Cluster.parse` lists all forms of shorthands.
 
     Raises:
         ValueError: the shorthand has an unknown device type or machine, or sizes that

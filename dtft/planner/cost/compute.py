@@ -160,9 +160,9 @@ def matmul_s(
     launch of the operator (`launch_s`) is not counted. A matrix-vector product is not
     tiled: its kernels read the matrix once, at memory bandwidth.
 
-    To slow down matmuls of few rows, the formula adds `Efficiency.x0` rows. They are
-    not padded to tiles, so a matmul of aligned rows never takes longer than a larger
-    matmul.
+    To slow down matmuls of few rows, the formula adds `Efficiency.x0` rows. These rows
+    are not padded to tiles, so a matmul of aligned rows never takes longer than a
+    larger matmul.
 
     Args:
         device: the device type, with its peak flops, tile and efficiency.

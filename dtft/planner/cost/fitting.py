@@ -300,9 +300,9 @@ def fit_convolutions(
 ) -> tuple[DeviceType, CalibrationFit]:
     """Fits how much slower convolutions of few channels are than large matmuls.
 
-    This is `Efficiency.c0`, the number of channels at which they are half as fast. If
-    `times` has convolutions of an odd number of input channels, also fits
-    `Efficiency.odd`, the slowdown of these convolutions.
+    This is `Efficiency.c0`, the number of output channels at which a convolution is
+    half as fast. If `times` has convolutions of an odd number of input channels, also
+    fits `Efficiency.odd`, the slowdown of these convolutions.
     """
     flops, channels = np.array([(t.flops, t.channels) for t in times], float).T
     alone = flops / (device.peak(dtype) * device.efficiency.e0)

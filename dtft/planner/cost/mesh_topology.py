@@ -52,7 +52,7 @@ class DeviceGroups:
         """Numbers the groups so that groups with equal numbers use the same levels.
 
         If a link has measured curves of this kind of collective, groups with equal
-        numbers also have the same size on the link's level.
+        numbers also have the same size on the link's level. The result is int [groups].
         """
         measured = tuple(kind in link.measured for link in self.links)
         if measured not in self._alike:
@@ -179,9 +179,9 @@ def _sizes(
 ) -> tuple[float, ...]:
     """Computes how many members of one collective each level connects.
 
-    A member is a device, or on a higher level the group that contains it. The number
-    is 1 at a level that the collective does not cross. It is a mean, if the groups of a
-    level have unequal numbers of members. `members` computes it for many meshes.
+    A member is a device, or on a higher level the group that contains it. The number is
+    1 at a level that the collective does not cross. The number is a mean if the groups
+    of a level have unequal numbers of members. `members` computes it for many meshes.
 
     Args:
         levels: the number of devices or groups that each level joins, innermost first.
@@ -288,6 +288,9 @@ def extents(
         strides: distance of neighbors along each axis, in devices.
         capacity: the number of devices in a group, such as a host.
         used: the number of devices of the whole mesh.
+
+    In the example, the first axis has extent 2: 2 * 2 divides the 8 devices of a group,
+    but 3 * 2 and 6 * 2 do not.
 
     >>> extents(np.array([6, 2]), np.array([2, 1]), 8, np.array(12))
     array([2, 2])

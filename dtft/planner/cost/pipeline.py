@@ -66,6 +66,7 @@ def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -
 def transfers(chunks: Any) -> Any:
     """Returns how often a stage sends to another stage per microbatch.
 
-    It sends the activations and the gradients of each chunk (part of its layers).
+    The stage sends the activations and the gradients of each chunk (part of its
+    layers).
     """
     return 2 * chunks

@@ -72,8 +72,9 @@ class Bundle:
     def joins(self, other: "Bundle") -> bool:
         """Returns whether there may be a mesh on which two bundles are combined.
 
-        This is so if `kind`, `place` and `times` are equal. The bundles are combined on
-        a mesh where `on` makes them equal.
+        This is so if both have the same kind of collective, `place` (in the program)
+        and `times` (how often they are sent). The bundles are combined on a mesh where
+        `on` makes them equal.
         """
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)

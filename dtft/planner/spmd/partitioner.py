@@ -113,7 +113,7 @@ class OperatorWork:
     def turned(self) -> ShardedSize:
         """Elements read with a stride only if an axis in `turned_by` is larger than 1.
 
-        They are not among the elements that `strided` counts.
+        `strided` does not count these elements.
         """
         return ShardedSize(total=self.operator.turned, axes=self.divided_by)
 
@@ -479,7 +479,7 @@ class _Placed(WorkDims):
     def _turned_by(self) -> Axes:
         """Lists the mesh axes that divide the dims in `Operator.turned_over`.
 
-        Each of them makes the operator read its elements with a stride.
+        Each of these axes makes the operator read its elements with a stride.
         """
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
         return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))

@@ -169,8 +169,8 @@ def judge(
 ) -> PredictionAccuracy:
     """Computes errors over all rows, and concordance over the rows marked in `ranked`.
 
-    Concordance is the share of pairs of rows in the right order. `ranked` has one bool
-    per row.
+    Concordance is the share of pairs of rows in the right order. `predicted` and
+    `measured` have the seconds of each row, `ranked` has one bool per row.
     """
     errors = np.abs(predicted / measured - 1)
     keep = np.asarray(ranked, bool)
@@ -233,10 +233,10 @@ def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
     "A re-evaluation of random-effects meta-analysis", 2009). The error of a row is the
     sum of an error that all rows of its table share and an error of its own. The
     interval holds the share `INTERVAL_SHARE` of the rows of a further table, if both
-    errors have normal distributions. Its width follows Student's t distribution with
-    one degree of freedom less than there are tables, because a few tables say little
-    about how much tables differ. An interval always contains the prediction, even if
-    the mean error is large.
+    errors have normal distributions. The interval's width follows Student's t
+    distribution with one degree of freedom less than there are tables, because a few
+    tables say little about how much tables differ. An interval always contains the
+    prediction, even if the mean error is large.
 
     Args:
         tables: the measured rows (training runs) of each table, at least two rows in
@@ -274,7 +274,10 @@ class IntervalCoverage:
 
 
 def coverage(rows: UnseenRows, accuracy: Accuracy) -> IntervalCoverage:
-    """Counts the rows whose measured seconds are in, below or above their interval."""
+    """Counts the rows whose measured seconds are in, below or above their interval.
+
+    `accuracy` has the relative errors from which the intervals are computed.
+    """
     low, high = rows.ends_s(accuracy).T
     below, above = rows.measured < low, rows.measured > high
     return IntervalCoverage(
@@ -314,7 +317,8 @@ class PredictedLayout:
 def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yields all parallel layouts with the devices, global batch and options of `like`.
 
-    `tp` (up to `LARGEST_TENSOR`), `pp` and `dp` have all sizes that divide the model
+    The degrees of tensor (`tp`, up to `LARGEST_TENSOR`), pipeline (`pp`) and data
+    parallelism (`dp`) have all sizes that divide the model, which has the given shape,
     and the batch into equal parts. These are combined with all values of `micro_batch`
     and `virtual_stages` that `_pipelines` allows.
     """

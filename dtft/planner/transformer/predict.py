@@ -93,9 +93,9 @@ H100, the A100 of 40 GB those of the A100 of 80 GB."""
 def scales_of(device: str, software: SoftwareName = "megatron") -> Scales:
     """Returns the factors on predicted seconds for any cluster of a device type.
 
-    They hold for any program of PyTorch. Device types without fitted factors have those
-    of the A100. For XLA all factors are 1, as in `dtft.plan`: no program of XLA is
-    among the published runs.
+    The factors hold for any program of PyTorch. Device types without fitted factors
+    have those of the A100. For XLA all factors are 1, as in `dtft.plan`: no program of
+    XLA is among the published runs.
 
     Args:
         device: name of the device type, as in the catalog.
@@ -403,8 +403,8 @@ def check_dtype(row: Row, device: DeviceType) -> None:
 def habits_of(device: DeviceType) -> Habits:
     """Returns the usual options of training programs on a device type.
 
-    They fill empty cells of a table. Matmuls are in float16 on devices that have a peak
-    for it and none for bfloat16.
+    The options fill empty cells of a table. Matmuls are in float16 on devices that have
+    a peak for it and none for bfloat16.
 
     >>> from dtft.planner.cluster import device_type
     >>> habits_of(device_type("v100")).dtype, habits_of(device_type("a100")).dtype

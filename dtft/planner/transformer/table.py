@@ -348,6 +348,8 @@ def _check(where: str, shape: Shape, layout: ParallelLayout, gpus: int) -> None:
 def _check_stages(where: str, shape: Shape, layout: ParallelLayout) -> None:
     """Checks that `stage_layers` agrees with the other columns of a row.
 
+    `where` names the row in errors.
+
     Raises:
         ValueError: there are more or fewer stages or layers than the row has, or stages
             are interleaved. The message names row and column.
