@@ -378,7 +378,9 @@ def sync_skew_s(group: DeviceGroup) -> float:
 
 
 def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
-    """Computes the sync skew of many groups: seconds until all devices have entered.
+    """Computes the sync skew (`sync_skew_s`) of many groups of devices.
+
+    The sync skew is the wait until all devices of a group enter a collective.
 
     Args:
         groups: the groups; a group of one device, which uses no level, has 0 s.
