@@ -228,7 +228,11 @@ class GlooSockets:
 
     @contextlib.contextmanager
     def found(self) -> Iterator[None]:
-        """Finds the epoll instance that gloo makes during the `with` block."""
+        """Finds the epoll instance that gloo makes during the `with` block.
+
+        `shut_down` then shuts down the connections that this instance watches, or none
+        if gloo made none.
+        """
         before = _listening_sockets()
         yield
         self._listening = _listening_sockets() - before

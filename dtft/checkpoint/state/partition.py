@@ -352,7 +352,8 @@ class LeafBundle:
         A cell is the overlap of an old and a new part of every leaf of the bundle; its
         bytes are those in the first leaf, then those in the second leaf, and so on. It
         can be cut between two leaves. It can also be cut between two rows of a leaf,
-        along the dim from `rows`, if the leaf has more than `grain` bytes in the cell.
+        along the dim that `rows` returns, if the leaf has more than `grain` bytes in
+        the cell.
 
         Args:
             cell: [n] position in `cells`.

@@ -105,9 +105,9 @@ class JobSizes:
                 size_for(limits.min_replicas, layout, limits)
             except ValueError as error:
                 self._journal.say(
-                    f"--min-replicas {limits.min_replicas}: the job cannot have so "
-                    "few replicas, so after a loss it goes on with more of them or "
-                    f"waits for a host: {error}"
+                    f"--min-replicas {limits.min_replicas}: the job cannot train on "
+                    "so few replicas. If it loses hosts, it goes on with the next "
+                    f"larger possible number of replicas, or waits for a host: {error}"
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:

@@ -74,7 +74,7 @@ class PrefetchedSlices:
         return held.memory.data if held and held.digests == digests else None
 
     def digests(self) -> dict[str, bytes]:
-        """Maps the key of each slice to its digests."""
+        """Maps the key of each slice to the digests of its chunks, joined."""
         with self._lock:
             return {key: held.digests for key, held in self._held.items()}
 

@@ -89,8 +89,10 @@ def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator,
             for them.
 
     Yields:
-        An operator for each array whose slices are copied, and how often one of its
-        executions reads or writes the bytes of a slice.
+        For each stacked array whose slices are copied: an operator that stands for the
+        copy of one slice in each iteration, and the bytes that one copy moves, in units
+        of the slice's bytes. A slice that is read is read and written (2). A slice of a
+        result is filled with zeros first, then read and written (3).
     """
     copied = {
         index
