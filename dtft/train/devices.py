@@ -107,8 +107,9 @@ def keep_cpu_memory(*, large: bool) -> None:
     memory. Must be called before JAX looks for devices.
 
     Args:
-        large: as for `keep_freed`; True for a run with a plan, whose steps should take
-            the predicted time.
+        large: True keeps more than 64 MiB of freed memory per thread, too (see
+            `keep_freed`). Set it for a run with a plan, whose steps should take the
+            predicted time.
     """
     import jax
 

@@ -137,8 +137,11 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
 
 
 def train_step_of(experiment: Experiment, runtime: Runtime) -> TrainStep:
-    """Returns the train step for the runtime's mesh: the step that was compiled ahead,
-    or a new one."""
+    """Makes the runtime's mesh, and returns the train step for this mesh.
+
+    Returns the step that this process has compiled ahead for the mesh, or makes a new
+    step if there is none.
+    """
     mesh = runtime.mesh(experiment)
     plan = runtime.choice.plan if runtime.choice is not None else None
     return runtime.rehearsed(mesh) or step_on(experiment, mesh, plan)
@@ -252,7 +255,8 @@ class Watch:
     def collect(self) -> list[Record]:
         """Waits for the metrics added since the last call, and returns their values.
 
-        Also passes the values to `observe`, which detects a plateau.
+        Each record has the number of a step, and the values of its metrics by name.
+        The values are also passed to `observe`, which detects a plateau.
 
         Raises:
             NonFinite: a loss is NaN or infinite.

@@ -126,7 +126,8 @@ class Rehearsals:
                     return
                 except Exception:  # such as a program that closes over arrays
                     logger.debug(
-                        "a program cannot be loaded for other devices; compiles again",
+                        "a compiled step cannot be loaded for other devices; it is "
+                        "compiled again",
                         exc_info=True,
                     )
                     self._programs.remove(known)

@@ -95,9 +95,14 @@ class RunLog:
                 print(f"resume with: {self._runtime.resume_command}", flush=True)
 
     def samples(self, step: int, rows: Sequence[int], ids: Sequence[int]) -> None:
-        """Records the global rows and sample ids that this slot used for a step.
+        """Writes to a file which rows and samples this slot used for a step.
 
         Does nothing without `log.sample_ids`.
+
+        Args:
+            step: number of the step.
+            rows: numbers of the rows, counted over all steps and epochs.
+            ids: number of each row's sample in the training set.
         """
         if self._samples is None:
             return
@@ -114,7 +119,8 @@ class RunLog:
     def write(self, records: Sequence[Record]) -> None:
         """Writes metrics to metrics.jsonl, TensorBoard and the console.
 
-        Writes the records of the step `stop.steps` and of steps that are multiples of
+        A record has the number of a step, and the values of its metrics by name. Writes
+        the records of the step `stop.steps` and of steps that are multiples of
         `log.every`; drops other records. Only the leading process writes.
         """
         for step, values in records:
@@ -223,10 +229,15 @@ def log_line(
     unit: str,
     per_step: int,
 ) -> str:
-    """Formats one log line; with `seconds` (per step) also time, throughput and ETA.
+    """Formats one log line; with `seconds` also step time, throughput and ETA.
 
-    `last` is the number of the run's last step. `unit` and `per_step` are the two
-    results of `throughput_unit`.
+    Args:
+        step: number of the step.
+        last: number of the run's last step.
+        values: the values of the step's metrics by name.
+        seconds: seconds per step; None if they were not measured.
+        unit: "tokens" or "examples", the unit of the throughput.
+        per_step: number of tokens or examples in one step.
 
     >>> values = {"loss": 0.41234, "learning_rate": 1e-3, "grad_norm": 0.83}
     >>> log_line(120, 1000, values, 0.0124, "examples", 96)
@@ -255,8 +266,7 @@ def banner(
     """Returns the lines printed before the first step.
 
     The lines have versions, devices, mesh, plan, sizes, run directory and resume
-    command.
-    `start` is the step that the run continues from; 0 for a new run.
+    command. `start` is the step that the run continues from; 0 for a new run.
     """
     mesh = train_step.mesh
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())
@@ -286,7 +296,11 @@ def versions() -> Mapping[str, str]:
 
 
 def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> None:
-    """Writes config.json, and command.json with the command line and the versions."""
+    """Writes config.json and command.json; makes the run directory if it is missing.
+
+    config.json gets the text `resolved`, the config as JSON. command.json gets the
+    words of the command line, and the versions of packages (`versions`).
+    """
     record = {"command": list(command), "versions": versions()}
     run_directory.mkdir(parents=True, exist_ok=True)
     _replace(run_directory / "config.json", resolved + "\n")

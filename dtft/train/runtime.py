@@ -107,6 +107,9 @@ class Runtime(Protocol):
 
         Also returns the checkpoint's items, the values that are not arrays.
 
+        Args:
+            abstract_state: shape, dtype and sharding of each array of the state.
+
         Raises:
             Exception: a state exists but cannot be loaded; nothing was changed.
         """

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 def train(config: str, overrides: Sequence[str]) -> int:
     """Runs an experiment in this process.
 
+    Args:
+        config: path or name of the config.
+        overrides: words of the command line that override keys of the config.
+
     Returns:
         The exit code: 0 if the run is done or was stopped by a signal, 1 if it failed.
 
@@ -110,6 +114,10 @@ class LocalRuntime:
 
     def __init__(self, experiment: Experiment, resume_command: str = "") -> None:
         """Finds the devices; makes the run directory with config.json and command.json.
+
+        Args:
+            experiment: the experiment; `log.run_dir` is the run directory.
+            resume_command: the command line that continues this run, for messages.
 
         Raises:
             ConfigError: the experiment does not fit the devices, or the directory

@@ -30,7 +30,10 @@ class Plateau:
         """Returns the plateau after one more value.
 
         A value becomes the new best value if it is the first one, or is better than the
-        best value by more than `min_delta`.
+        best value by more than `min_delta`. `config.mode` says whether smaller values
+        are better (the default) or larger values.
+
+        In the example the value of step 2 is not better, so the plateau is unchanged.
 
         >>> config = StopConfig(metric="loss", patience=2)
         >>> Plateau().observe(config, 1, 0.5).observe(config, 2, 0.7)

@@ -85,7 +85,10 @@ class WindowClock:
         self._dispatched: list[tuple[int, float]] = []
 
     def dispatched(self, step: int, now: float) -> None:
-        """Records the moment at which a step was dispatched to the devices."""
+        """Records that a step was dispatched to the devices at the time `now`.
+
+        `now` is monotonic time in seconds.
+        """
         self._dispatched.append((step, now))
 
     def finished(
@@ -414,7 +417,8 @@ class AgentRuntime:
             self._running = True
             self._world.keys.calm()
             logger.info(
-                "step %d finished; %d programs were compiled for it",
+                "step %d is finished; the training thread has compiled %d programs "
+                "since it took the slot",
                 *(self._step, _COMPILED.number - self._compiled),
             )
             read = self._manager.bytes_from_storage
@@ -474,13 +478,18 @@ def count_compilations() -> None:
 def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str, Any]:
     """Computes the mean seconds per step and the mean stall per snapshot in seconds.
 
-    `step_s` leaves out the first `WARM_UP` steps; `late_step_s` is over the last half.
-    With `WARM_UP` + 1 steps or fewer, the result has neither. Without snapshots, the
-    result has neither `snapshots` nor `stall_s`.
-
     Args:
         dispatched_at: time at which each step was dispatched, in seconds.
         stalls_s: seconds for which each snapshot blocked the training thread.
+
+    Returns:
+        `step_s`: mean seconds per step, without the first `WARM_UP` steps.
+        `late_step_s`: mean seconds per step over the last half of the steps.
+        `snapshots`: number of snapshots. `stall_s`: mean of `stalls_s`. With `WARM_UP`
+        + 1 steps or fewer, `step_s` and `late_step_s` are missing. Without snapshots,
+        `snapshots` and `stall_s` are missing.
+
+    In the example 30 steps were dispatched, one each second.
 
     >>> speed([float(t) for t in range(30)], [0.5])
     {'step_s': 1.0, 'late_step_s': 1.0, 'snapshots': 1, 'stall_s': 0.5}
@@ -552,6 +561,10 @@ def failure(error: BaseException, at: tuple[str, int]) -> dict[str, Any]:
     Args:
         error: the exception that has ended training, with its traceback.
         at: phase and step of the exception.
+
+    Returns:
+        `phase` and `step` of the exception, its type and text (`error`), the end of its
+        `traceback`, and the path of this process's `log`.
     """
     phase, step = at
     text = "".join(traceback.format_exception(error))
@@ -743,7 +756,9 @@ class TrainerProcess:
             Exception: training has failed, and the agent has not ordered to leave.
         """
         logger.info(
-            "takes slot %d in generation %d", order["slot"], order["generation"]
+            "this trainer takes slot %d in generation %d",
+            order["slot"],
+            order["generation"],
         )
         condition = self._dialogue.condition
         training = TrainingThread(lambda: self.train(order), condition)
@@ -757,7 +772,7 @@ class TrainerProcess:
             return
         if not (isinstance(error, Exception) and self._survives(error)):
             raise error
-        logger.info("gives up its slot: %s", _first_line(error))
+        logger.info("this trainer gives up its slot: %s", _first_line(error))
 
     def _outcome(self, training: TrainingThread) -> BaseException | None:
         """Waits until the training thread has ended; returns its error, or None.
@@ -946,8 +961,8 @@ def _code(error: Exception) -> int:
 def _at_low_priority(work: Callable[[], None]) -> None:
     """Runs `work` on a thread of low priority, and waits until it has ended.
 
-    This host's trainer, or others on the same machine, may train meanwhile. Threads
-    that `work` starts have the low priority, too.
+    The low priority leaves the processor to trainers on the same machine that train
+    meanwhile. Threads that `work` starts have the low priority, too.
 
     Raises:
         BaseException: what `work` has raised.

@@ -201,8 +201,8 @@ def broken_collective(error: Exception) -> Exception | None:
     """Returns the JaxRuntimeError of a collective; None for other errors.
 
     Any JaxRuntimeError is returned unchanged, because a collective may have caused it.
-    A ValueError of gloo is converted to a JaxRuntimeError; JAX raises a ValueError
-    instead if the computation runs on the calling thread.
+    A ValueError of gloo is converted to a JaxRuntimeError: JAX raises a ValueError if
+    the computation runs on the calling thread.
     """
     if isinstance(error, jax.errors.JaxRuntimeError):
         return error
