@@ -95,9 +95,10 @@ class BenchmarkSizes:
         """Returns the sizes that a job of `num_processes` processes measures.
 
         With one process these are all sizes. With several processes, benchmarks have
-        longer loops (`BenchmarkPace.among`). If the processes share cores (`behind` is
-        above 0), only every third size of collectives is measured, because compiling
-        takes longest, and memory is measured with the longest loops (`_LONG`).
+        longer loops (`BenchmarkPace.among`). The field `behind` is above 0 on platforms
+        where processes share cores. There, only every third size of collectives is
+        measured, because compiling takes longest, and memory is measured with the
+        longest loops (`_LONG`).
 
         In the example, four processes measure 3 of the 8 sizes of collectives on CPU,
         and all 8 on accelerators.
@@ -343,8 +344,8 @@ def _collectives(
 
     A level is one stage of the links, such as those within a host or between hosts.
     Each collective is timed in groups with the numbers of devices that `_group_sizes`
-    chooses. In jobs of several processes with `sizes.behind` above 0, the kinds in
-    `_OFTEN`, such as the all-reduce, are timed after matmuls, as in a step.
+    chooses. In jobs of several processes that share cores (`sizes.behind` above 0), the
+    kinds in `_OFTEN`, such as the all-reduce, are timed after matmuls, as in a step.
 
     Args:
         devices: the devices, those of a host after each other.
@@ -403,10 +404,15 @@ def _behind(
 ) -> list[SyncSkewTime]:
     """Times all-reduces that follow matmuls, on one level of the fabric.
 
-    The times show how long processes wait for each other before a collective.
-    `sizes.meeting` has the sizes; `inner` and `level` are as in `_collectives`. Returns
+    The times show how long processes wait for each other before a collective. Returns
     [] if `sizes.meeting` is empty. Also returns [] in a job of one process, because the
     cost model has no term for waits between the threads of one process.
+
+    Args:
+        devices: the devices, those of a host after each other.
+        inner: distance in `devices` between neighbours in a group.
+        level: the level to measure: one stage of the links, such as those in a host.
+        sizes: the sizes; `sizes.meeting` has the bytes of the all-reduces.
     """
     if jax.process_count() == 1 or not sizes.meeting:
         return []
@@ -426,8 +432,13 @@ def _ahead(
 ) -> list[PrefetchTime]:
     """Times gathers of parameters that run while earlier layers compute.
 
-    `sizes.ahead` has the sizes; `inner` and `level` are as in `_collectives`. Returns
-    [] in a job of one process, or if `sizes.ahead` is empty.
+    Returns [] in a job of one process, or if `sizes.ahead` is empty.
+
+    Args:
+        devices: the devices, those of a host after each other.
+        inner: distance in `devices` between neighbours in a group.
+        level: the level to measure: one stage of the links, such as those in a host.
+        sizes: the sizes; `sizes.ahead` has the bytes of the parameters of a layer.
     """
     if jax.process_count() == 1 or not sizes.ahead:
         return []
@@ -449,8 +460,9 @@ def _ahead(
 def _group_sizes(size: int) -> list[int]:
     """Chooses how many devices the measured collectives on a level have.
 
-    The level joins `size` devices or groups. The numbers are the smallest divisor of
-    `size` above 1, `size` itself, and the divisor nearest to their geometric mean.
+    A level is one stage of the links, such as those within a host. It joins `size`
+    devices or groups of devices. The numbers are the smallest divisor of `size` above
+    1, `size` itself, and the divisor nearest to the geometric mean of these two.
 
     >>> _group_sizes(8), _group_sizes(2), _group_sizes(6), _group_sizes(256)
     ([2, 4, 8], [2], [2, 3, 6], [2, 32, 256])
@@ -468,7 +480,7 @@ def _overlap(
 
     The fit determines the share of a computation that collectives can overlap, and how
     much slower the computation runs beside a collective. Returns the device with these
-    numbers, and the residual of the fit.
+    numbers, and the median relative error of the fitted times.
     """
     _say("overlap ...")
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))

@@ -463,7 +463,8 @@ def overlap_s(
     """Times a matmul of two (side, side) matrices beside an all-reduce of `num_bytes`.
 
     The matmul and the all-reduce do not depend on each other, so they may run at the
-    same time. `num_bytes` are the bytes of the operand on each device.
+    same time. `num_bytes` are the bytes of the all-reduce's operand on each device.
+    `dtype` is the dtype of the matrices and of this operand.
     """
     members = mesh.shape["group"]
 
@@ -491,7 +492,8 @@ def behind_s(
 
     Args:
         mesh: mesh of `make_mesh`.
-        all_bytes: bytes of the collectives.
+        all_bytes: sizes of the collective in bytes: of a device's operand, or for an
+            all-gather of the result.
         rounds: number of timings of each loop; the median counts.
         kind: kind of the collectives.
         num: number of collectives of one size in a row, as for gradients.

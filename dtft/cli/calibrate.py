@@ -88,7 +88,10 @@ def _devices(number: int | None) -> list[Any]:
 
 
 def table(found: Calibration) -> str:
-    """Formats the calibration's figures and their relative errors as a table."""
+    """Formats the calibration's figures as a table, with relative standard errors.
+
+    The error is left empty for figures whose error is not known.
+    """
     efficiency = found.efficiency
     lines = [f"{found.num_devices} x {found.device}, {found.software}", ""]
     lines += [f"{'scalar':<44}{'value':>16}{'error':>9}"]

@@ -178,8 +178,9 @@ def _host_lines(record: Record) -> list[str]:
 def verify_record(state: "JobState") -> Record:
     """Converts the state of a live job after a verification into a record.
 
-    The record is that of `job_record`. Each host in it also has `copies_read`,
-    `bytes_read` and `seconds`.
+    The record is that of `job_record`. Each host in it also has `copies_read` and
+    `bytes_read`, the number and the bytes of the copies that the host has read, and
+    `seconds`, the time that reading took.
     """
     record = job_record(state)
     for told, host in zip(record["hosts"], state.hosts, strict=True):
@@ -193,8 +194,13 @@ def verify_lines(record: Record) -> tuple[list[str], bool]:
     """Formats a verification as lines; also returns whether it succeeded.
 
     A verification succeeded if there is a commit, some bytes were read, no copy is
-    corrupt, all hosts answered, and every commit is healthy. The health of a commit is
-    ignored if a host dropped copies of the commit before it had read these copies.
+    corrupt, all hosts answered, and every commit is healthy. A commit is healthy if
+    each slice has copies in `copies_wanted` failure domains or more. The health of a
+    commit is ignored if a host dropped copies of the commit before it had read these
+    copies.
+
+    Args:
+        record: the result of `verify_record`.
     """
     hosts, commits = record["hosts"], record["commits"]
     unread = {step for host in hosts for step in host["unread"]}
@@ -242,6 +248,9 @@ Printed = tuple[Record, list[str], int]
 def ls(source: "CheckpointFlags") -> int:
     """Runs `dtft checkpoint ls`: prints the steps; returns the exit code 0.
 
+    Args:
+        source: the storage directory or the live job whose steps are printed.
+
     Raises:
         ValueError: wrong input, etcd cannot be reached or has no such job, or the job
             has another secret.
@@ -261,7 +270,8 @@ def show(source: "CheckpointFlags", step: int | None) -> int:
         step: the step; None: the newest.
 
     Raises:
-        ValueError: as `ls`; or there is no such step, or the stored step is damaged.
+        ValueError: wrong input, the job cannot be reached, there is no such step, or
+            the stored step is damaged.
         FileNotFoundError: the directory does not exist.
     """
     on_job = partial(_show_job, step=step)
@@ -286,8 +296,8 @@ def verify(
         The exit code: 0 if all is right, else 1.
 
     Raises:
-        ValueError: as `ls`; or `rate` is given for a directory, or the directory lacks
-            the step.
+        ValueError: wrong input, the job cannot be reached, `rate` is given for a
+            directory, or the directory lacks the step.
         FileNotFoundError: the directory does not exist.
     """
     if rate and source.directory:
@@ -312,8 +322,9 @@ def export(source: "CheckpointFlags", step: int | None, to: str) -> int:
         to: the directory to copy to. Not allowed for a live job.
 
     Raises:
-        ValueError: as `ls`; or `to` is missing for a directory, `to` or `step` is given
-            for a job, or the step cannot be copied or written.
+        ValueError: wrong input, the job cannot be reached, `to` is missing for a
+            directory, `to` or `step` is given for a job, or the step cannot be copied
+            or written.
         FileNotFoundError: the directory does not exist.
     """
     on_directory = partial(_export_directory, step=step, to=to)

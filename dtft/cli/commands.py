@@ -494,8 +494,8 @@ class CheckpointVerifyCommand:
         """Verifies the copies; returns the exit code.
 
         Raises:
-            ValueError: --rate is below 0, or --timeout is not above 0; or as
-                `checkpoint.verify`.
+            ValueError: --rate is below 0, --timeout is not above 0, the job cannot be
+                reached, or DIR lacks the step.
         """
         from dtft.cli import checkpoint
 

@@ -130,7 +130,7 @@ def run_at(
 
     Args:
         address: address of etcd.
-        make: makes the agent or serving host from the store.
+        make: makes the agent or serving host; its argument is the client of etcd.
         leaving: called on a signal, before the host leaves.
 
     Returns:
@@ -432,6 +432,8 @@ def _changed(
 def drained_line(job: str, found: dict[str, Any]) -> str:
     """Formats the result of `job_changes.drain` as a line of text.
 
+    In the example `slot` is -1: the host had no slot.
+
     >>> drained_line("j", {"host": "a", "slot": -1})
     'a leaves job j; it had no slot'
     """
@@ -447,6 +449,10 @@ def drained_line(job: str, found: dict[str, Any]) -> str:
 
 def line(job: str, found: dict[str, Any]) -> str:
     """Formats the result of `job_changes.scale` as a line of text.
+
+    `before` is the number of replicas before the change, `hosts` the number of hosts
+    with a slot. A result without `step`, as in the example, means that no change was
+    necessary.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'
@@ -478,7 +484,8 @@ def launch(command: "LaunchCommand", words: list[str]) -> int:
 
     Returns:
         The exit code. 0: the job ended without an error, and storage has its last step.
-        For other codes see `supervise`.
+        If the job ended with an error: the error's code. If the job has no recorded
+        end: 2 if all agents ended with code 2. In every other case 1.
 
     Raises:
         ValueError: wrong input, another run uses the run directory or the storage

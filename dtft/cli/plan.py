@@ -158,7 +158,9 @@ def planned(
         what_if: whether plans that cannot be run here are considered too.
 
     Raises:
-        ValueError: see `run`.
+        ValueError: the config cannot be planned, a setting in `given` is invalid or
+            cannot be satisfied, the cluster is unknown, a file cannot be read, or no
+            plan fits.
     """
     return plan(
         loss=asked.loss,

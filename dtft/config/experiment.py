@@ -72,7 +72,11 @@ class BalanceConfig:
             raise ValueError(f"balance.{error}") from None
 
     def rules(self, policy: Policy) -> Rules:
-        """Returns the rules by which a policy changes shares and calls them settled."""
+        """Returns the rules by which a policy changes the shares of the batch.
+
+        The rules also say after how many rounds without a change the shares count as
+        settled.
+        """
         return Rules(
             policy=policy,
             least_gain=self.least_gain,
@@ -260,7 +264,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Numbers of hosts and devices; limits for lost hosts and errors.
+    """Numbers of hosts and devices; how a job goes on after lost hosts and errors.
 
     Spare hosts are not part of these numbers.
     """
@@ -419,7 +423,7 @@ class CheckpointConfig:
 
     @property
     def cadence(self) -> Cadence:
-        """The rule at the start of a job: after which steps it takes snapshots.
+        """The rule that says after which steps a job takes snapshots, at its start.
 
         With interval=auto, the job at first takes a snapshot after every step.
         """

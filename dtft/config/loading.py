@@ -28,7 +28,8 @@ from dtft.config.experiment import (
 def keys(config: Any, prefix: str = "") -> Iterator[str]:
     """Yields the dotted names of all fields of a config, such as "mesh.replica".
 
-    A field that is a dataclass gives the names of its fields instead.
+    A field that is a dataclass gives the names of its fields instead. `prefix`, such as
+    "mesh.", is put before each name.
 
     >>> from dtft.config.experiment import MeshConfig
     >>> list(keys(MeshConfig()))
@@ -172,7 +173,11 @@ def parse_experiment(
 ) -> Experiment:
     """Reads an experiment from a config file and overrides.
 
-    The arguments are those of `load_experiment`.
+    Args:
+        config: path of a config module, or the name of a config.
+        overrides: words of the command line that set keys of the config, such as
+            ``["--optim.learning_rate", "0.01"]``.
+        prog: name of the command, for the help text.
 
     Raises:
         ConfigError: there is no such config, the config or an override is wrong, or the
@@ -362,10 +367,16 @@ class _Asked:
 
 
 def _for_plan(default: Experiment, overrides: Sequence[str], prog: str) -> Experiment:
-    """Resets mesh and pipeline of `default` if `overrides` has --plan.
+    """Returns `default` with the default mesh and pipeline if --plan is given.
 
-    If `overrides` sets keys of mesh or pipeline too, `default` is returned unchanged.
-    `Experiment` refuses the combination later.
+    Returns `default` unchanged without --plan. Also returns `default` unchanged if
+    `overrides` sets keys of mesh or pipeline beside --plan, because `Experiment`
+    refuses this combination later.
+
+    Args:
+        default: the experiment of the config file.
+        overrides: words of the command line that override keys of the config.
+        prog: name of the command, for error messages.
     """
     asked, rest = tyro.cli(
         _Asked, args=overrides, prog=prog, add_help=False, return_unknown_args=True

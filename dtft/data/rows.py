@@ -121,6 +121,9 @@ def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
     `keys` are the keys of the cipher's rounds. Looks values up in a table that encrypts
     several times at once. In the table a value below `size` is a fixed point, so
     further encryptions leave a result unchanged.
+
+    Returns:
+        [size] int64, the result for each value.
     """
     ahead = _encrypted_all(keys)
     found = ahead[:size].copy()

@@ -115,13 +115,18 @@ def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Summarizes the runs: medians of the step time, the stall and the slowdown.
 
     `seen` maps "off" and "on" to the summaries of the runs without and with the memory
-    tier; the runs with the same index are a round. The stall is the seconds for which a
-    snapshot blocks training. `agent_cpu_s` is the median, over all agents of all runs,
-    of an agent's processor time in seconds for each commit. `leader_cpu_s` is the
-    median, over the runs, of the largest such time of an agent. The slowdown of a round
-    is the step time with the memory tier on, divided by the step time with the tier
-    off: `ratios` has one per round, `ratio` their median. `snapshots` is from the first
-    round with the tier on, `interval` from the last.
+    tier; the runs with the same index are a round.
+
+    Returns:
+        `step_s_off`, `step_s_on`: median seconds per step without and with the memory
+        tier. `ratios`: for each round, the step time with the tier divided by the step
+        time without the tier. `ratio`: the median of `ratios`. `stall_s`: median
+        seconds for which a snapshot blocks training. `agent_cpu_s`: median, over all
+        agents of all runs with the tier, of an agent's processor time in seconds for
+        each commit. `leader_cpu_s`: median, over these runs, of the time of the agent
+        that used most. Both times are missing if no run had 20 commits. `snapshots`:
+        number of snapshots in the first run with the tier. `interval`: steps between
+        snapshots at the end of the last run with the tier.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
     ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})

@@ -98,8 +98,8 @@ def longest_call(
     """Finds the longest call of an event loop, without the time in `stops`.
 
     Args:
-        calls: `what` was called, the `seconds` of the call, and `at`, the wall-clock
-            time of its start.
+        calls: for each call, its name (`what`, such as "tick"), the `seconds`
+            that the call took, and the wall-clock time of its start (`at`).
         stops: spans of time in which the process of the event loop was stopped.
 
     Returns:
@@ -200,7 +200,7 @@ def judged(records: Sequence[Record]) -> list[Record]:
     `records` are the parsed lines of `balance.jsonl`; the result is that of `attempts`.
 
     In the example the second attempt begins with the shares that the round at step 4
-    has found, so its `replayed` is True. It always is for the first attempt.
+    has found, so its `replayed` is True. The first attempt's `replayed` is always True.
 
     >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
     >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
@@ -279,8 +279,9 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
         The fields of each event "resized", and: `hosts`: the numbers of hosts before
         and after. `control_root`: the digest over the undisturbed run's state at the
         restored step; None if the faulted run had changed its mesh before, or if the
-        undisturbed run did not commit the step. `bit_exact`: whether all known digests
-        are equal and no leaf differs.
+        undisturbed run did not commit the step. `bit_exact`: whether the digests of the
+        committed state, of the restored state and, if known, of the undisturbed run's
+        state are equal, and no leaf differs.
     """
     roots = {
         event["step"]: event.get("root")
@@ -316,8 +317,9 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
         `steps`: the number of compared steps. `missing`: steps without a loss in one of
         the runs. `largest_difference`, at step `at_step`: the largest difference of a
         loss, as a fraction of the undisturbed run's first loss; infinite if no step has
-        a loss in both runs. `within_tolerance`: whether no loss is missing and no
-        difference exceeds `tolerance`.
+        a loss in both runs. `tolerance`: the largest allowed difference, as the same
+        fraction (`LOSS_TOLERANCE`). `within_tolerance`: whether no loss is missing and
+        no difference exceeds `tolerance`.
     """
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)

@@ -54,7 +54,11 @@ its arguments as a command."""
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """The outcome of one of a drill's two runs, the faulted or the undisturbed one."""
+    """The outcome of one of a drill's two runs, the faulted or the undisturbed one.
+
+    Has the injector of the run's faults, whether the run ended before its deadline, and
+    the names of the run's leftovers on this machine (`left_behind`).
+    """
 
     injector: FaultInjector
     ended_in_time: bool
@@ -197,7 +201,8 @@ def check_deletable(directory: Path, flag: str) -> None:
         flag: the flag that names the directory, for the message.
 
     Raises:
-        ValueError: the directory has files, but not the one that drills leave there.
+        ValueError: the directory has files, but no sign that a drill made it (see
+            `_is_made`).
     """
     if not directory.exists() or _is_made(directory):
         return
@@ -321,8 +326,8 @@ def _network(
 ) -> Iterator[HostNamespaces | None]:
     """Makes a network namespace for each host; removes all at the end.
 
-    Also for the hosts that --rejoin may start later. Makes none, and yields None, if no
-    fault cuts a host off.
+    Hosts that --rejoin may start later get a namespace, too. If no fault cuts a host
+    off, makes no namespace and yields None.
     """
     if not any(fault.kind == "cut" for fault in faults):
         yield None

@@ -173,7 +173,7 @@ def for_clusters(
     are closed and their memory is freed.
 
     Args:
-        command: CONFIG and sizes.
+        command: the command's flags, with CONFIG and the number of hosts.
         words: overrides of config keys, as typed on the command line.
         prog: the command, for the help text.
 

@@ -49,6 +49,10 @@ Episode = dict[str, Any]
 def run_soak(options: "SoakCommand", words: list[str]) -> int:
     """Runs the episodes, each a drill, and prints a line for each and then the sums.
 
+    Args:
+        options: CONFIG, number of episodes, seed, and settings of the cluster.
+        words: overrides of config keys, as typed on the command line.
+
     Returns:
         0 if all episodes passed, else 1.
 
@@ -138,6 +142,13 @@ def _episode(
 
     The faults are drawn from the seed `options.seed` + `number`. If the episode failed,
     the files of its faulted run are kept in `episode-NUMBER` in the directory `root`.
+
+    Args:
+        options: CONFIG, seed, and settings of the cluster.
+        words: overrides of config keys, as typed on the command line.
+        job: the properties of the job on which the faults depend.
+        number: the episode's number, from 0.
+        root: directory of the soak's files.
     """
     seed = options.seed + number
     faults = schedule(seed, job)
@@ -180,8 +191,13 @@ def _episode(
 def failed_episode(number: int, seed: int, faults: Sequence[str], why: str) -> Episode:
     """Makes the record of an episode whose drill failed and left no record.
 
-    `why` is the reason. The other arguments, and the fields of the result, are those of
-    `judged_episode`.
+    The record has the fields of `judged_episode`; `passed` is False.
+
+    Args:
+        number: the episode's number, from 0.
+        seed: seed of its faults.
+        faults: the faults.
+        why: the reason for which the drill failed.
     """
     return {
         "number": number,
@@ -263,8 +279,9 @@ def judged_episode(
 def tracebacks(logs: Path, faults: Sequence[str]) -> list[str]:
     """Lists the log files in `logs` that have an unexpected traceback.
 
-    Expected are the traceback that a `fail` raises in a trainer and, with a fault of
-    storage, all tracebacks in logs of exporters.
+    Two kinds of tracebacks are expected: that of a fault `fail` in a trainer and, if
+    `faults` has `full-storage` or `readonly-storage`, all tracebacks in logs of
+    exporters.
     """
     of_storage = any(kind.endswith("-storage") for kind in kinds_of(faults))
     found = []

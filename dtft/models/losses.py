@@ -10,6 +10,13 @@ def classification(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Computes cross entropy and accuracy, each of the shape of `labels`.
 
+    Args:
+        logits: [..., classes].
+        labels: [...] integers, the number of the right class.
+
+    In the example the logits are highest for class 0, which is right, and for class 1,
+    which is wrong.
+
     >>> losses, metrics = classification(jnp.eye(2) * 9, jnp.array([0, 0]))
     >>> [round(float(loss), 1) for loss in losses], metrics["accuracy"].tolist()
     ([0.0, 9.0], [1.0, 0.0])

@@ -154,6 +154,9 @@ class NormalizedConv(nnx.Module):
 def normalized(image_BHWC: jax.Array) -> jax.Array:
     """Converts uint8 images to float32, normalized by ImageNet's mean and deviation.
 
+    Divides by 255, subtracts the mean of each channel, and divides by the channel's
+    standard deviation. In the example one pixel has the value 128 in all channels.
+
     >>> print(normalized(jnp.full((1, 1, 1, 3), 128, jnp.uint8)).round(1))
     [[[[0.1 0.2 0.4]]]]
     """

@@ -172,6 +172,11 @@ class LocalRuntime:
     def restore(self, abstract_state: Any) -> tuple[Any, dict[str, Any]] | None:
         """Restores the newest checkpoint in storage; None if storage has none.
 
+        Returns the state, and the checkpoint's values that are not arrays.
+
+        Args:
+            abstract_state: shape, dtype and sharding of each array of the state.
+
         Raises:
             UnreadableCheckpoint: a checkpoint exists but cannot be loaded.
             ConfigError: the checkpoint was made by a config that differs in the model

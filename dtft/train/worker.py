@@ -266,6 +266,9 @@ class AgentRuntime:
 
         Returns None if the job starts from the initial state.
 
+        Args:
+            abstract_state: shape, dtype and sharding of each array of the state.
+
         Raises:
             ConfigError: the checkpoint was made by a config that differs in the model
                 or another key that must be equal.
