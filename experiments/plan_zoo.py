@@ -25,8 +25,6 @@ from dtft.planner.plan import Plan  # noqa: E402
 from dtft.planner.search import (  # noqa: E402
     Choices,
     PlanSearch,  # noqa: E402
-    Prices,  # noqa: E402
-    Space,
     as_plan,  # noqa: E402
     enumerate_space,  # noqa: E402
 )
@@ -78,11 +76,16 @@ class _Laid(PlanSearch):
         self._tensor = tensor
 
     def _layouts(
-        self, prices: Prices, space: Space
+        self, of: np.ndarray, found: Sequence[ShardingAssignment], which: np.ndarray
     ) -> list[tuple[ShardingAssignment, np.ndarray]]:
-        base = self._base(space)
-        axes = {**base.axes, **dict.fromkeys(self._tensor, ("tensor",))}
-        return [(replace(base, axes=axes), np.arange(len(space)))]
+        axes = {
+            dim: names
+            for one in found[:1]
+            for dim, names in one.axes.items()
+            if "tensor" not in names
+        }
+        axes |= dict.fromkeys(self._tensor, ("tensor",))
+        return [(replace(one, axes=axes), np.arange(len(of))) for one in found[:1]]
 
 
 def plan_of(

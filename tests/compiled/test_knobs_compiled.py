@@ -46,7 +46,7 @@ HOST_MEMORY = "S(5)"
 """In XLA's layouts."""
 
 
-AS_USERS = {"xla_cpu_use_fusion_emitters": True}
+AS_USERS: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": True}
 """Without it, as in all tests, XLA makes loops of some operators."""
 
 
