@@ -26,6 +26,7 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path / "steps_of_3d5ab71"
 
 
+@pytest.mark.usefixtures("default_flags")  # the archive has the NaN of `state()`
 def test_every_bit_of_a_jobs_step_is_read_onto_another_mesh(stored: Path) -> None:
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     specs = {"params/w": PartitionSpec("fsdp")}
