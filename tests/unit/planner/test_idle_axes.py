@@ -77,6 +77,7 @@ def test_a_cheaper_idle_axis_does_not_drop_its_mesh(
     check_no_pin_is_faster(question, cluster)
 
 
+@pytest.mark.more
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     widths=st.lists(st.sampled_from([31, 96, 256, 1024]), min_size=2, max_size=4),

@@ -25,7 +25,7 @@ def _loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(x * x)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     widths=st.lists(st.sampled_from([1, 2, 7, 12, 64, 257]), min_size=2, max_size=4),
     rows=st.sampled_from([1, 2, 5, 8, 48]),
