@@ -14,7 +14,7 @@ _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 # XLA ends a process that has flags which it does not know: another release may not.
 _KNOWN = f"jaxlib=={version('jaxlib')}" in _CONSTRAINTS.read_text().split()
 _FLAGS = (
-    # The emitters that go by MLIR take twice as long as the ones before them.
+    # The emitters that go by MLIR compile more slowly than the ones before them.
     "--xla_cpu_use_fusion_emitters=false",
     # Parts of a program would be compiled at once; other tests have those cores.
     "--xla_cpu_parallel_codegen_split_count=1",

@@ -18,8 +18,9 @@ other kernels. A primitive without a rule is `opaque`: only its bytes are known.
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
+from dtft.planner.cluster import Platform
 from dtft.planner.ir.graph import OperatorKind
 
 
@@ -176,9 +177,9 @@ def register_kernel(
         mma_sync: whether the kernel multiplies with `mma.sync`, the instruction of
             NVIDIA's Ampere GPUs, on newer GPUs too. FlashAttention 1 and 2 do. Such a
             kernel reaches the share `Efficiency.mma_sync` of the speed of matmuls.
-        platforms: platforms on whose devices the kernel runs, of `PLATFORMS`; `()` if
-            it runs on all or this is unknown. On devices of others it is priced all the
-            same, and `plan.lints()` says that it does not run there.
+        platforms: platforms on whose devices the kernel runs: `cpu`, `cuda`, `rocm`,
+            `tpu`; `()` if it runs on all or this is unknown. On other devices it is
+            priced all the same, and `plan.lints()` says that it does not run there.
         needs_dtype: a dtype that devices must have a peak for to run the kernel, such
             as `bfloat16` for kernels of NVIDIA's GPUs since Ampere; '' for none.
 
@@ -195,10 +196,11 @@ def register_kernel(
             f"name={name!r} has a rule in the planner already. Register the name of a "
             "kernel: an ffi_call's target, a pallas_call's name, or your primitive's."
         )
-    if unknown := sorted(set(platforms) - PLATFORMS):
+    allowed = [name for name in get_args(Platform) if name != "other"]
+    if unknown := sorted(set(platforms) - set(allowed)):
         raise ValueError(
             f"platforms={tuple(platforms)!r} of kernel {name!r}: {unknown[0]!r} is no "
-            f"platform. Allowed: {', '.join(sorted(PLATFORMS))}, in a tuple."
+            f"platform. Allowed: {', '.join(allowed)}, in a tuple."
         )
     KERNEL_DIMS.pop(name, None)
     MMA_SYNC.discard(name)
@@ -220,10 +222,6 @@ def register_kernel(
             operands.split(","), results.split(","), (read - written) | set(whole)
         )
     _KERNELS[name] = flops
-
-
-PLATFORMS = frozenset(("cpu", "cuda", "rocm", "tpu"))
-"""Platforms that a kernel can be registered for."""
 
 
 class RunsOn(NamedTuple):

@@ -7,7 +7,8 @@ assigns mesh axes to the numbers.
 """
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -212,6 +213,36 @@ class Graph:
         """
         num_bytes = self._num_bytes
         return sum([num_bytes[i] for i in (*operator.inputs, *operator.outputs)])
+
+    def descendants(self, start: Iterable[int]) -> set[int]:
+        """Returns the values in `start` and all values that are computed from them.
+
+        Follows operators, and loops: slices in the body, arrays that stack values of
+        the body, and carried values. All values are given by their indices.
+        """
+        found, waiting = set[int](), list(start)
+        while waiting:
+            index = waiting.pop()
+            if index not in found:
+                found.add(index)
+                waiting += self.successors.get(index, ())
+        return found
+
+    @cached_property
+    def successors(self) -> Mapping[int, Sequence[int]]:
+        """Map from the index of a value to the indices of values computed from it by
+        one operator, or handed on from it by a loop."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for operator in self.operators:
+            for index in operator.inputs:
+                found[index] += operator.outputs
+        for loop in self.loops:
+            for one, other in (*loop.sliced, *loop.stacked):
+                found[one].append(other)
+            for before, into, out, after in loop.carried:
+                found[before].append(into)
+                found[out] += (into, after)
+        return dict(found)
 
     def operand_dtype(self, operator: Operator) -> str:
         """Returns the dtype of an operator's first operand; `float32` without operands.

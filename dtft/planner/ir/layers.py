@@ -82,7 +82,7 @@ def find_layers(
         batch: numbers of the values of the batch.
     """
     parameters, batch = frozenset(parameters), frozenset(batch)
-    weights = _reached(graph, parameters) - _reached(graph, batch)
+    weights = graph.descendants(parameters) - graph.descendants(batch)
     examples = {dim for index in batch for dim in graph.values[index].dims}
     runs = [*_loops(graph, weights, examples), *_repeats(graph, repeats)]
     best: dict[str, _LayerRun] = {}
@@ -107,27 +107,6 @@ def find_layers(
         readers=_readers(graph, parts, weights, parameters),
         parts=parts,
     )
-
-
-def _reached(graph: Graph, start: Iterable[int]) -> set[int]:
-    """Returns the numbers of the values in `start` and of those computed from them."""
-    after: dict[int, list[int]] = defaultdict(list)
-    for operator in graph.operators:
-        for index in operator.inputs:
-            after[index] += operator.outputs
-    for loop in graph.loops:
-        for one, other in (*loop.sliced, *loop.stacked):
-            after[one].append(other)
-        for before, into, out, last in loop.carried:
-            after[before] += (into, last)
-            after[out] += (into, last)
-    found, waiting = set[int](), list(start)
-    while waiting:
-        index = waiting.pop()
-        if index not in found:
-            found.add(index)
-            waiting += after.get(index, ())
-    return found
 
 
 def _loops(

@@ -13,7 +13,6 @@ are needed. The first read is the first operator that combines a parameter, or a
 of these operators, with activations.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -198,27 +197,10 @@ def _batch_dependent(graph: Graph, parameters: Collection[int]) -> set[int]:
     These are all values that are computed from arguments other than parameters, or from
     arrays that no operator makes (arrays of a `shard_map`).
     """
-    users: dict[int, list[int]] = defaultdict(list)
-    for operator in graph.operators:
-        for index in operator.inputs:
-            users[index] += operator.outputs
-    for loop in graph.loops:
-        for one, other in (*loop.sliced, *loop.stacked):
-            users[one].append(other)
-        for before, into, out, after in loop.carried:
-            users[before].append(into)
-            users[out] += (into, after)
-    made = {index for outputs in users.values() for index in outputs}
-    made.update(index for operator in graph.operators for index in operator.outputs)
+    made = {index for operator in graph.operators for index in operator.outputs}
+    made.update(index for some in graph.successors.values() for index in some)
     alone = {n for n, value in enumerate(graph.values) if value.size > 1} - made
-    waiting = list((alone | set(graph.inputs.values())) - set(parameters))
-    found: set[int] = set()
-    while waiting:
-        index = waiting.pop()
-        if index not in found:
-            found.add(index)
-            waiting += users[index]
-    return found
+    return graph.descendants((alone | set(graph.inputs.values())) - set(parameters))
 
 
 def _upper_hull(points: Sequence[ReadPoint]) -> tuple[ReadPoint, ...]:

@@ -458,8 +458,9 @@ def _worth(found: Any) -> bool:
 
 
 _FEW_OPERATORS = 512
-"""Programs of at most this many operators are priced under every remat policy: it takes
-about 0.1 s, and a plan with a pinned policy is then never predicted faster."""
+"""Programs of at most this many operators are priced under every remat policy, so that
+a plan with a pinned policy is never predicted faster. In larger programs that would
+take most of the time of planning."""
 
 
 def _prices_all(question: Workload, pool: Pool) -> bool:
@@ -468,8 +469,8 @@ def _prices_all(question: Workload, pool: Pool) -> bool:
     This is so for small programs (`_FEW_OPERATORS`), and for scanned layers on
     accelerators. A scan copies what its body saves for the backward pass into arrays of
     all layers, and copies it out again. Computing it again may take less time than
-    these copies: on one H100, steps of two transformers with scanned layers took 11 %
-    and 31 % less time with remat (`experiments/gpu_plans.py`). CPU devices are left
+    these copies: on one H200, steps of two transformers with scanned layers took 7 %
+    and 27 % less time with remat (`experiments/gpu_plans.py`). CPU devices are left
     out, because such copies were not measured there.
     """
     operators = question.graph.operators

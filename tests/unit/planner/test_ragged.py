@@ -10,10 +10,10 @@ from dtft.planner.cluster.topology import Cluster
 from dtft.planner.cost import computing_s
 from dtft.planner.ir import trace
 from dtft.planner.memory.peak import LivenessTrace, PeakModel, Timeline
-from dtft.planner.report.lints import find_lints
+from dtft.planner.report.lints import Lint, find_lints
 from dtft.planner.search.decision import decide
 from dtft.planner.spmd import ShardingAssignment, work_of
-from dtft.planner.workload import of_loss
+from dtft.planner.workload import Workload, of_loss
 from tests.support.zoo import MODELS
 from tests.support.zoo_parts import array, ints
 
@@ -65,16 +65,25 @@ def test_rows_are_copied_for_each_group_except_on_a_tpu(function: Any) -> None:
     assert needs(False) >= groups * rows > needs(True)
 
 
-def test_sorted_tokens_have_no_axis_of_experts_and_lints_say_why() -> None:
-    model = MODELS["moe_sorted"](
+def transformer(name: str) -> Workload:
+    """A model of the zoo with eight experts."""
+    model = MODELS[name](
         batch=8, time=32, width=32, layers=1, hidden=64, experts=8, heads=2,
         vocabulary=64,
     )  # fmt: skip
-    question = of_loss(model.loss, model.optimizer, model.params, model.batch)
+    return of_loss(model.loss, model.optimizer, model.params, model.batch)
+
+
+def ragged_lints(question: Workload, cluster: str) -> list[Lint]:
+    decision = decide(question, Cluster.parse(cluster), {"remat": "none"})
+    return [lint for lint in find_lints(decision) if lint.kind == "ragged"]
+
+
+def test_sorted_tokens_have_no_axis_of_experts_and_lints_say_why() -> None:
+    question = transformer("moe_sorted")
     assert not question.expert_arrays
     for cluster, said in (("8xH100", 1), ("8xcpu", 1), ("8xtpu-v5p", 0)):
-        decision = decide(question, Cluster.parse(cluster), {"remat": "none"})
-        found = [lint for lint in find_lints(decision) if lint.kind == "ragged"]
+        found = ragged_lints(question, cluster)
         assert len(found) == said
         assert all(lint.cost_s > 0 and "all 8 groups" in lint.text for lint in found)
     with pytest.raises(ValueError, match="expert=8"):
@@ -82,10 +91,4 @@ def test_sorted_tokens_have_no_axis_of_experts_and_lints_say_why() -> None:
 
 
 def test_experts_with_places_of_their_own_have_no_such_lint() -> None:
-    model = MODELS["moe"](
-        batch=8, time=32, width=32, layers=1, hidden=64, experts=8, heads=2,
-        vocabulary=64,
-    )  # fmt: skip
-    question = of_loss(model.loss, model.optimizer, model.params, model.batch)
-    decision = decide(question, Cluster.parse("8xH100"), {"remat": "none"})
-    assert not [lint for lint in find_lints(decision) if lint.kind == "ragged"]
+    assert not ragged_lints(transformer("moe"), "8xH100")
