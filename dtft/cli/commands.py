@@ -262,9 +262,10 @@ class SoakCommand:
     """Run many drills with random faults; say how often the job recovers.
 
     An episode is a drill with one to three faults, drawn from a seed: killed, stopped
-    and cut off hosts, trainers and stores, corrupt copies, full or read-only
-    directories, drained hosts, and exceptions. After an interruption, run the same
-    command again: it runs only the episodes that are missing.
+    and cut off hosts, trainers and stores, corrupt copies (each with a kill of a host
+    at the same step), full or read-only directories, drained hosts, and exceptions.
+    After an interruption, run the same command again: it runs only the episodes that
+    are missing.
     """
 
     config: _Config

@@ -132,6 +132,22 @@ def test_a_step_that_was_dropped_is_told(
     assert host.told == [(9, False, "h0 has dropped step 9")]
 
 
+@pytest.mark.parametrize("freed", [False, True])
+def test_a_lent_step_is_freed_also_where_the_copies_are_gone(
+    tmp_path: Path, config: AgentConfig, holder: ReplicaStore, freed: bool
+) -> None:
+    host = Host(config, tmp_path)
+    host.desk.lend(holder, 1)
+    (piece,) = holder.own_slices
+    memory = holder.own_parts(1, piece)
+    if freed:
+        host.desk.lend(None, 3)
+    for step in range(3, 12):
+        stage(holder, step, lambda key, size, step=step: bytes([step]) * size)
+        holder.drop_before(step, keep=set())
+    assert (bytes(memory) != bytes([1]) * piece.nbytes) == freed
+
+
 def test_an_exporter_that_closes_its_output_and_goes_on_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

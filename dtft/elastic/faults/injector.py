@@ -167,8 +167,8 @@ class FaultInjector(threading.Thread):
                 time.sleep(POLL_S * 10)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
-            for _, interruption in self._open:
-                interruption.end()
+            while self._open:
+                self._open.pop()[1].end()
 
     def stop(self) -> None:
         """Cancels the faults that have not happened yet. The thread then no longer

@@ -195,17 +195,15 @@ class HostExports:
         """Keeps a committed step in memory, so that peers can fetch it.
 
         First frees the step of the previous call; if `step` is -1, does nothing more.
-        If `holder` (this host's copies) has dropped the step, keeps nothing, and peers
-        that fetch the step get an error. Does nothing if `holder` is None.
+        If this host has no copies (`holder` is None), or `holder` has dropped the step,
+        keeps nothing, and peers that fetch the step get an error.
         """
-        if holder is None:
-            return
         if self._lent is not None:
             lender, pin = self._lent
             lender.unpin(pin)
             self._lent = None
         with contextlib.suppress(KeyError):
-            if step >= 0:
+            if holder is not None and step >= 0:
                 self._lent = holder, holder.pin(step)
 
     def _let_go(self, step: int) -> None:
@@ -224,5 +222,4 @@ class HostExports:
     def stand_down(self) -> None:
         """Ends the exporter, and frees the step that `lend` keeps for peers."""
         self.close()
-        if self._lent is not None:
-            self.lend(self._lent[0], -1)
+        self.lend(None, -1)
