@@ -35,9 +35,9 @@ test: $(STAMP) $(AOT_STAMP)
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 \
 		.venv/bin/pytest -q -n 2 --dist worksteal -m "drill and not drill_all" tests/drills
 
-drills: $(STAMP)
+drills: $(STAMP) $(AOT_STAMP)
 	.venv/bin/pytest -q -m drill_all tests/drills
-	.venv/bin/pytest -q -m more tests/unit/planner tests/multiprocess
+	.venv/bin/pytest -q -m more tests
 
 # What a user does who installs the wheel, in an empty environment of each Python.
 wheel-test: $(STAMP)

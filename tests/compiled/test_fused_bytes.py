@@ -21,7 +21,10 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(it, marks=() if it == "gpt" else pytest.mark.more) for it in MODELS],
+)
 def test_kernels_move_what_is_counted(name: str) -> None:
     model = MODELS[name]()
     gradients = jax.value_and_grad(model.loss)

@@ -279,6 +279,7 @@ def test_an_exception_that_comes_once_costs_one_recovery(tmp_path, control):
     said(record, hosts(record)[0])
 
 
+@every
 def test_an_exception_that_comes_again_ends_the_job_with_its_traceback(
     tmp_path, control
 ):

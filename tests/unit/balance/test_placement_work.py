@@ -75,6 +75,7 @@ def test_a_node_that_needs_much_for_every_step_gets_fewer_operators() -> None:
     assert took[1] < 0.9 * took[0]
 
 
+@pytest.mark.more
 def test_weights_of_the_literal_rule_move_operators_too() -> None:
     rules = Rules(policy="proportional", step=0.3)
     begun = Balance.begin(work(), rules)

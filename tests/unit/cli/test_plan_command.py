@@ -38,7 +38,13 @@ def test_a_plan_is_printed_and_written(
     assert set(counted.values()) == {1} and len(counted) > 1
 
 
-@pytest.mark.parametrize(("hosts", "words"), [(1, "cpu"), (2, "2xcpu by loopback")])
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        pytest.param(1, "cpu", marks=pytest.mark.more),
+        (2, "2xcpu by loopback"),
+    ],
+)
 def test_without_a_cluster_it_is_the_plan_of_a_run_here(
     hosts: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

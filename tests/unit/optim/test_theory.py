@@ -96,6 +96,7 @@ def _noisy_quadratic(transform: Any) -> float:
 
 
 @pytest.mark.usefixtures("fast_programs")
+@pytest.mark.more
 def test_early_noise_is_hardly_remembered() -> None:
     adabelief = _noisy_quadratic(optax.scale_by_belief())
     assert _noisy_quadratic(scale_by_max_belief()) <= 1.1 * adabelief

@@ -45,6 +45,7 @@ def network() -> tuple[Any, Any, Any]:
     return loss, nnx.to_pure_dict(params), batch
 
 
+@pytest.mark.more
 @pytest.mark.timeout(180)  # about 50 programs are compiled
 def test_dense_convolution_and_activation_run_where_they_belong() -> None:
     loss, params, batch = network()

@@ -115,6 +115,7 @@ def test_shares_are_data_and_equal_shares_give_equal_bits(trained: Trained) -> N
     assert as_bytes(trained.after(EVEN)) == as_bytes(first)
 
 
+@pytest.mark.more
 def test_devices_of_a_replica_meet_inside_of_its_loop(tmp_path: Path) -> None:
     experiment = _experiment(
         tmp_path,

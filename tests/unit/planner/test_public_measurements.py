@@ -78,6 +78,7 @@ def test_other_days_of_bigscience_are_near() -> None:
     assert len(rows) > 30 and np.median(np.abs(errors)) < 0.04
 
 
+@pytest.mark.more
 def test_memory_of_bigscience() -> None:
     rows = [p for p in bigscience() if p.memory_bytes]
     errors = memory_bytes(rows) / np.array([p.memory_bytes for p in rows]) - 1

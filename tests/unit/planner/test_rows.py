@@ -171,6 +171,7 @@ def test_uneven_stages_wait_for_the_longest() -> None:
 # -------------------------------------------------------------------- search
 
 
+@pytest.mark.more
 def test_the_best_layout_is_the_best_of_all() -> None:
     like = replace(LAYOUT, pp=2, dp=2, global_batch=16)
     pool, shape = pool_of("a100", 16), replace(SHAPE, layers=6)

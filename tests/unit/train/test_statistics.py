@@ -46,6 +46,7 @@ def _losses(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_learns_the_colours_and_storage_has_it_all(
     tmp_path: Path, folder: Path
 ) -> None:
