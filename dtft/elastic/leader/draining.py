@@ -18,7 +18,7 @@ from dtft.elastic.leader.export_requests import Answer
 from dtft.elastic.leader.host_registry import HostRegistry
 from dtft.elastic.leader.recovery import RecoveryReport
 from dtft.elastic.leader.rendezvous import Rendezvous
-from dtft.elastic.leader.rendezvous_plan import RoundReason
+from dtft.elastic.leader.rendezvous_plan import RoundReason, leaving
 from dtft.elastic.leader.scaling import AGAIN
 from dtft.elastic.leader.sizes import JobSizes
 
@@ -99,7 +99,7 @@ class Draining:
             self._begin(host)
         if not self._trains:
             if is_new and rendezvous.is_deciding and rendezvous.current is not None:
-                rendezvous.current.reasons.append(self._reason([host]))
+                rendezvous.current.reasons.append(self._reason(host))
         elif not self._is_needed(host):
             self._end(host)
         elif not self._can_train(rendezvous.available):
@@ -164,11 +164,11 @@ class Draining:
             self._registry.keep(host)
             self._answer(self._departures.pop(host))
 
-    def due(self) -> RoundReason | None:
-        """Returns why the job is to be re-formed at this commit; None if it is not.
+    def due(self) -> list[RoundReason]:
+        """Returns why the job is to be re-formed at this commit; [] if it is not.
 
-        The job is re-formed if a drained host has a slot or leads. The result is None
-        in these cases:
+        The job is re-formed if a drained host has a slot or leads. The result is [] in
+        these cases:
 
         * No other host can take a drained host's slot. The drained hosts then stay.
         * The job does not train, or it is being stopped.
@@ -177,17 +177,17 @@ class Draining:
         coordinator = self._rendezvous.coordinator
         round_ = self._rendezvous.current
         if coordinator is None or coordinator.stopping or not self._trains:
-            return None
+            return []
         if round_ is None or round_.finished:
-            return None
+            return []
         found = self._needed
         if not found:
-            return None
+            return []
         if not self._can_train(self._rendezvous.available):
             for host in found:
                 self._refuse(host)
-            return None
-        return self._reason(found)
+            return []
+        return [self._reason(host) for host in found]
 
     @property
     def _needed(self) -> list[str]:
@@ -203,14 +203,9 @@ class Draining:
         """Whether this host, which leads, is to leave the job."""
         return self._config.host in self._needed
 
-    def _reason(self, hosts: list[str]) -> RoundReason:
-        def named(host: str) -> str:
-            slot = self._departures[host].slot
-            return f"{host} (slot {slot})" if slot >= 0 else host
-
-        text = ", ".join(named(host) for host in hosts)
-        leave = "leaves" if len(hosts) == 1 else "leave"
-        return RoundReason(f"{text} {leave} the job", hosts=tuple(hosts))
+    def _reason(self, host: str) -> RoundReason:
+        slot = self._departures[host].slot
+        return leaving(host, {host: slot} if slot >= 0 else {})
 
     def trained(self, report: RecoveryReport) -> None:
         """Completes the replies about drained hosts that have lost their slots.

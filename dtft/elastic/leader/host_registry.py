@@ -18,7 +18,7 @@ from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.failure_budget import Failure
 from dtft.elastic.leader.records import Records
 from dtft.elastic.leader.rendezvous import Rendezvous
-from dtft.elastic.leader.rendezvous_plan import RoundReason, lost
+from dtft.elastic.leader.rendezvous_plan import RoundReason, leaving, lost
 from dtft.elastic.messages import known_layout
 from dtft.elastic.seat_policy import missing
 from dtft.elastic.store import View
@@ -296,15 +296,20 @@ class HostMonitor:
         lost its data. A new job is not formed here, but later, when enough hosts have
         connected. If hosts with a slot in the assignment are no longer in the store,
         they are the reason that is given to people. Hosts that are not in the store may
-        be alive, because a lease also runs out while the store does not answer.
+        be alive, because a lease also runs out while the store does not answer. Hosts
+        that are to leave the job (a leader that was drained, for example) are a further
+        reason.
         """
         view = self._records.view
-        if view.assignment is not None:
-            gone = [host for host in view.assignment.slots if host not in view.hosts]
+        if (old := view.assignment) is not None:
             how = "has no lease any more"
-            losses = [lost(host, view.assignment, how=how) for host in gone]
+            losses = [
+                lost(host, old, how=how) for host in old.slots if host not in view.hosts
+            ]
             leads = f"{self._config.host} leads from now on"
-            self._rendezvous.form(*(losses or [leads]))
+            ends = [host for host, it in view.hosts.items() if it.leaving]
+            departures = [leaving(it, old.slot_of) for it in ends if it in old.slot_of]
+            self._rendezvous.form(*(losses or [leads]), *departures)
         elif view.era > 1:
             self._rendezvous.form("the store has lost its data")
 

@@ -592,9 +592,10 @@ class Leader:
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
         self._re_replicator.committed(self._rendezvous.current, commit.step)
-        if why := self._scaling.due() or self._draining.due():
+        resize = self._scaling.due()
+        if whys := [resize] if resize else self._draining.due():
             coordinator.recorded(commit)
-            self._rendezvous.form(why)
+            self._rendezvous.form(*whys)
             if self._draining.leads:
                 self._loop.post(self._resign)
             return

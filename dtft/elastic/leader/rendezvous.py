@@ -163,6 +163,9 @@ class Rendezvous:
         self._given_up: set[str] = set()
         """The hosts whose trainers do not keep their processes in this round, so that
         the trainers of other hosts can leave their collectives."""
+        self._lost_places: list[int] = []
+        """The process indices of the hosts in `_given_up`; [] unless one host runs
+        JAX's coordination service for all processes."""
         self._because = ""
         """Why no trainer keeps its process in this round; "" if trainers do."""
         self._swaps = 0
@@ -208,18 +211,18 @@ class Rendezvous:
             self.previous, self.assignment = self.assignment, None
         texts = "; ".join(reason.text for reason in whys)
         named = {host for reason in whys for host in reason.hosts}
-        self._because = self._why_restarted(whys, named)
+        if self.world.number or not self._because:  # else an earlier round has ended it
+            self._because = self._why_restarted(whys, named)
         self._keep = 0 if self._because else self.world.number
         self._journal.event("forming", reason=texts, ballot=ballot, keeps=self._keep)
-        places = given_up(self.world, named) if self._keep else []
-        self._given_up = named if places else set()
+        self._lost_places = given_up(self.world, named) if self._keep else []
+        self._given_up = named if self._lost_places else set()
         if not self._keep:
             self._end_world()
-        elif places:
-            self._send(self.world.server, "give_up", ballot=ballot, places=places)
         self._storage.look()
         self.enter("gathering", self._config.timeouts.restore)
-        for host in sorted(self._registry.connected):
+        server = self.world.server
+        for host in sorted(self._registry.connected, key=lambda it: (it != server, it)):
             self.ask(host)
 
     def _why_restarted(
@@ -421,14 +424,22 @@ class Rendezvous:
         self._send(host, "join", ballot=self.current.ballot, world=seat)
 
     def ask(self, host: str) -> None:
-        """Orders a host to stop training and report the copies in its memory."""
+        """Orders a host to stop training and report the copies in its memory.
+
+        If the host runs JAX's coordination service for all processes, first orders it
+        to declare the given-up processes lost. A new leader has no connected host when
+        it begins a round, so this order goes out when the host connects.
+        """
         assert self.current is not None
+        ballot, places = self.current.ballot, self._lost_places
+        if places and host == self.world.server:
+            self._send(host, "give_up", ballot=ballot, places=places)
         reason = main_reason(self.current.reasons)
         commits, old = self._records.commits, self.previous
         self._send(
             host,
             "reform",
-            ballot=self.current.ballot,
+            ballot=ballot,
             reason=reason,
             fatal=self._fatal,
             read=self.current.read,

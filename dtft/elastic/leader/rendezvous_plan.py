@@ -65,6 +65,18 @@ def lost(
     return RoundReason(f"{host} {how}", "lost", (host,))
 
 
+def leaving(host: str, slots: Mapping[str, int]) -> RoundReason:
+    """Makes the reason for forming the job anew when a host is to leave the job.
+
+    `slots` maps each host with a slot to its slot.
+
+    >>> leaving("b", {"a": 0, "b": 1}).text
+    'b (slot 1) leaves the job'
+    """
+    name = f"{host} (slot {slots[host]})" if host in slots else host
+    return RoundReason(f"{name} leaves the job", hosts=(host,))
+
+
 def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
     """Makes the reason for forming the job anew after a trainer has ended.
 

@@ -8,6 +8,7 @@ import pytest
 
 from dtft.cli.jobs import drained_line
 from dtft.elastic.job_changes import ChangeRefused, drain
+from tests.support.desks import ASSIGNMENT, LeaderDesk, record_of
 from tests.support.obedient_desk import ObedientDesk, record_number
 
 Make = Callable[..., ObedientDesk]
@@ -114,6 +115,29 @@ def test_a_leader_that_leaves_lets_another_host_lead_the_formation(
     wanted(desk, "h0")  # it has gone
     assert desk.answers[1] == desk.answers[0]
     assert len(desk.resigned) == 1
+
+
+def test_on_accelerators_the_next_leader_frees_the_others_of_a_leader_that_leaves(
+    tmp_path: Path,
+) -> None:
+    desk = LeaderDesk(tmp_path, record_of("c"), hot_swap=True)
+    # Slots of a and b; the agent of a serves the processes of both.
+    served = replace(
+        ASSIGNMENT,
+        world=(5, 11, 0),
+        places=(1, 2),
+        service=("a", "a:7"),
+    )
+    for record in (record_of("a"), record_of("b", leaving=True), record_of("c")):
+        desk.register(record)
+    desk.put("m/assignment", served.to_json())
+    desk.begin()  # c leads from now on
+    try:
+        assert [(to, it["places"]) for to, it in desk.take("give_up")] == [("a", [2])]
+        kept = {to: it["keep"] for to, it in desk.take("reform")}
+        assert kept == {"a": 5, "b": 0, "c": 5}
+    finally:
+        desk.close()
 
 
 def test_two_may_ask_for_the_same_host(desk_of: Make) -> None:

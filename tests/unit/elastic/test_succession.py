@@ -1,6 +1,7 @@
 """Who leads next, and which hosts of the last assignment a new leader looks for."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from dtft.elastic.host.agent import campaign_delay_s, unlisted
 from dtft.elastic.store.view import View
 from tests.support.desks import ASSIGNMENT, record_of
+from tests.support.obedient_desk import ObedientDesk
 
 LEASE_S = 5.0
 HOSTS = {host: record_of(host) for host in "abc"}
@@ -44,3 +46,21 @@ def test_only_agents_with_a_slot_that_the_store_lists_no_more_are_looked_for() -
     assert unlisted(view, anew) == []
     assert unlisted(View(hosts=HOSTS, assignment=ASSIGNMENT), HOSTS) == []
     assert unlisted(View(), HOSTS) == []
+
+
+def test_why_all_restart_is_said_though_the_job_is_formed_anew_meanwhile(
+    tmp_path: Path,
+) -> None:
+    desk = ObedientDesk(tmp_path, hosts=4, hot_swap=True)
+    try:
+        desk.leader.close()
+        desk.config = replace(desk.config, host="h2")
+        desk.delete("m/hosts/h0")  # led, and its agent served the processes of all
+        desk.begin()
+        desk.leader._rendezvous.form("the store has lost its data")
+        desk.until(lambda: desk.phase == "running", limit_s=LEASE_S)
+        (recovery,) = [it for it in desk.events() if it["event"] == "recovery"][-1:]
+        assert recovery["survivors_restarted"] == 1
+        assert "h0, which served" in recovery["restarted_because"]
+    finally:
+        desk.close()
