@@ -350,7 +350,9 @@ def test_a_lost_stage_comes_from_the_same_stage_of_the_other_replica(tmp_path, c
     recovery = only(record)
     assert is_rung(recovery, 2) and recovery["bytes_from_storage"] == 0
     senders = recovery["senders"]
-    assert sum(senders.values()) == recovery["bytes_from_peers"] > 200_000
+    # The spare may have prefetched scalars that training does not change.
+    prefetched = sum(senders.values()) - recovery["bytes_from_peers"]
+    assert recovery["bytes_from_peers"] > 200_000 and 0 <= prefetched < 100
     # Scalars, such as the step, are the same on all hosts; anybody may send those.
     assert senders["host-3"] > 0.999 * recovery["bytes_from_peers"]
     first, last = [

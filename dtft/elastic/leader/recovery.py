@@ -201,7 +201,8 @@ class RecoveryReport:
     """The number of slots before the recovery, 0 if unknown; `slots` is the number
     after the recovery."""
     senders: Mapping[str, int] = field(default_factory=dict)
-    """Host to the bytes that other hosts fetch from its memory."""
+    """Host to the bytes that other hosts are to fetch from its memory. Includes slices
+    that a spare had prefetched and did not fetch again (not in `bytes_from_peers`)."""
     survivors: int = 0
     """Number of hosts that had a slot before the recovery and have one after it,
     without the hosts that caused the recovery."""
