@@ -48,8 +48,9 @@ class Timeouts:
     """Limit in seconds for a host to fetch its slices from peers and check them. Also
     the limit for a host to report its copies to the leader."""
     start: float = 180.0
-    """Limit in seconds from the start of the trainers to the end of their first step.
-    Also the limit of each compilation, and of each wait of a trainer for its agent."""
+    """Limit in seconds from the start of the trainers to the end of their first step;
+    if no step is left, to the evaluation. Also the limit of each compilation, and of
+    each wait of a trainer for its agent."""
     export: float = 300.0
     """Limit of one export (the write of a step to storage), in seconds. A late export
     is given up, and training continues."""

@@ -308,9 +308,19 @@ class Leader:
         self._shutdown.fail(decision.message, self._error_code)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
+        """Records a trainer's progress; restarts a deadline in two cases.
+
+        * The job trains, and the trainer's phase is in `UNHURRIED`.
+        * Some trainer has no finished step yet, and this trainer evaluates. A job that
+          was formed anew at its last step has no step left. Its trainers report
+          `running` after the evaluation, each batch of which has its own limit.
+        """
         self._progress[host] = self._loop.now(), JobProgress(**told)
-        if told["phase"] in UNHURRIED and self._rendezvous.phase == "running":
-            self._rendezvous.enter("running", self._stage_limit())
+        rendezvous = self._rendezvous
+        if told["phase"] in UNHURRIED and rendezvous.phase == "running":
+            rendezvous.enter("running", self._stage_limit())
+        elif told["phase"] == "evaluate" and rendezvous.phase == "preparing":
+            rendezvous.enter("preparing", self._config.timeouts.start)
 
     def _look_for_stuck(self) -> None:
         """Re-forms the job if a trainer is stuck; looks at most every `LOOK_S` seconds.

@@ -1,0 +1,62 @@
+"""A job comes to its end: the last evaluation, the last export, a stop."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.obedient_desk import ObedientDesk
+
+Make = Callable[..., ObedientDesk]
+
+
+@pytest.fixture
+def desk_of(tmp_path: Path) -> Iterator[Make]:
+    made: list[ObedientDesk] = []
+
+    def make(**options: Any) -> ObedientDesk:
+        made.append(ObedientDesk(tmp_path, **options))
+        return made[0]
+
+    yield make
+    for desk in made:
+        desk.close()
+
+
+def ballot(desk: ObedientDesk) -> tuple[int, int]:
+    round_ = desk.leader._rendezvous.current
+    assert round_ is not None
+    return round_.ballot
+
+
+def say(desk: ObedientDesk, host: str, op: str, **fields: Any) -> None:
+    desk.leader.handle_report(host, {"op": op, "ballot": ballot(desk), **fields})
+
+
+def evaluates(desk: ObedientDesk, host: str, phase: str = "evaluate") -> None:
+    told = {"computing": 8, "finished": 8, "phase": phase, "for_s": 1.0}
+    told |= {"limit_s": 60.0, "timeout": "evaluate", "state": "R", "busy": 1.0}
+    say(desk, host, "progress", slot=int(host[1:]), **told)
+
+
+def test_a_job_formed_anew_at_its_last_step_may_evaluate_for_long(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=2)
+    desk.silent = {"h0", "h1"}  # they are to say `running` after the evaluation
+    say(desk, "h1", "trainer_exit", code=1)
+    desk.until(lambda: desk.phase == "preparing")
+    formed, start_s = ballot(desk), desk.config.timeouts.start
+    for _ in range(2 * int(start_s) // 10):
+        desk.turn(10.0)
+        for host in ("h0", "h1"):
+            evaluates(desk, host)
+    assert desk.phase == "preparing" and ballot(desk) == formed
+    for _ in range(int(start_s) // 10 + 1):  # what comes before it has the one limit
+        desk.turn(10.0)
+        evaluates(desk, "h0", "compile")
+        evaluates(desk, "h1", "compile")
+    assert ballot(desk) != formed
+    (*_, why) = [it["reason"] for it in desk.events() if it["event"] == "forming"]
+    assert why == "h0, h1 did not start training in time"
