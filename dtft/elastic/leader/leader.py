@@ -658,6 +658,8 @@ class Leader:
             silent := rendezvous.coordinator.silent_export()
         ):
             self._on_exported(silent[1], silent[0], False, "TimeoutError: no answer")
+        if rendezvous.phase == "running" and self._shutdown.is_storing:
+            rendezvous.enter("running", self._config.timeouts.export)
         round_ = rendezvous.current
         if rendezvous.frozen:
             self._end_without_store()

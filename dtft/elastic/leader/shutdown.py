@@ -149,12 +149,9 @@ class Shutdown:
         Orders the export of that step if storage lacks it. After `EXPORT_FAILURES`
         failed exports, the job ends with an error.
         """
-        round_, coordinator = self._rendezvous.current, self._rendezvous.coordinator
-        if round_ is None or round_.assignment is None or self._rendezvous.frozen:
+        last, coordinator = self._last_finished, self._rendezvous.coordinator
+        if last is None or self._rendezvous.frozen:
             return
-        if len(round_.finished) < len(round_.assignment.slots):
-            return
-        last = max(round_.finished.values())
         self._finished_at = self._finished_at or self._loop.now()
         if coordinator is None or coordinator.exporting is not None:
             return
@@ -169,6 +166,28 @@ class Shutdown:
                 coordinator.export(last)
         else:
             self.end("error", f"step {last} could not be written to storage", last)
+
+    @property
+    def _last_finished(self) -> int | None:
+        """The last step of the trainers; None before every slot has finished."""
+        round_ = self._rendezvous.current
+        if round_ is None or round_.assignment is None:
+            return None
+        if len(round_.finished) < len(round_.assignment.slots):
+            return None
+        return max(round_.finished.values())
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether every slot has finished, and an export runs or must not begin yet.
+
+        Both end: an export has a deadline (`CommitCoordinator.silent_export`), and the
+        pause after a failed export a longest duration (`StorageHealth`).
+        """
+        coordinator = self._rendezvous.coordinator
+        if coordinator is None or self._last_finished is None:
+            return False
+        return coordinator.exporting is not None or not coordinator.may_export
 
     def _stands_uncommitted(self, coordinator: CommitCoordinator, last: int) -> bool:
         """Whether to export the last step although the store has not recorded it.

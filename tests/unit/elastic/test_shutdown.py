@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from dtft.elastic.leader.commit_coordinator import GRACE_S
+from dtft.elastic.leader.shutdown import EXPORT_FAILURES
+from dtft.elastic.leader.storage import LONGEST_PAUSE_S
 from tests.support.obedient_desk import ObedientDesk
 
 Make = Callable[..., ObedientDesk]
@@ -60,3 +63,41 @@ def test_a_job_formed_anew_at_its_last_step_may_evaluate_for_long(
     assert ballot(desk) != formed
     (*_, why) = [it["reason"] for it in desk.events() if it["event"] == "forming"]
     assert why == "h0, h1 did not start training in time"
+
+
+def finish(desk: ObedientDesk, step: int) -> None:
+    desk.commit(step)
+    for slot, host in enumerate(("h0", "h1")):
+        say(desk, host, "finished", slot=slot, step=step, summary={})
+
+
+def test_the_last_export_may_take_as_long_as_any_other(desk_of: Make) -> None:
+    desk = desk_of(hosts=2)
+    finish(desk, 8)
+    formed, limit_s = ballot(desk), desk.config.timeouts.export
+    tries = [(host, step) for host, step, _ in desk.exports]
+    assert tries == [("h0", 8)]
+    desk.turn(limit_s + 5.0)
+    assert ballot(desk) == formed and "end" not in desk.kinds()
+    say(desk, "h0", "exported", step=8, ok=True, error="", attempt=0)
+    desk.turn()
+    (end,) = [it for it in desk.events() if it["event"] == "end"]
+    assert (end["status"], end["step"]) == ("done", 8)
+
+
+@pytest.mark.parametrize("failed_before", [0, 9])
+def test_the_last_export_is_tried_three_times_with_pauses(
+    desk_of: Make, failed_before: int
+) -> None:
+    desk = desk_of(hosts=2)
+    health = desk.leader._storage.health
+    for step in range(failed_before):
+        health.failed(step, "h0", "OSError: [Errno 28]", desk.loop.now())
+    finish(desk, 8)
+    formed = ballot(desk)
+    longest_s = desk.config.timeouts.export + GRACE_S + LONGEST_PAUSE_S
+    desk.turn((EXPORT_FAILURES + 1) * longest_s)
+    assert ballot(desk) == formed
+    assert [step for _, step, _ in desk.exports] == [8] * EXPORT_FAILURES
+    (end,) = [it for it in desk.events() if it["event"] == "end"]
+    assert end["message"] == "step 8 could not be written to storage"
