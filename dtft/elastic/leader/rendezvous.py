@@ -943,13 +943,14 @@ class Rendezvous:
         )
         self.coordinator.intervals.resumed(assignment, self._records.commits)
         self.coordinator.stopping = view.stop
-        _, problem = shortfall(
-            assignment.spread,
-            self.coordinator.placement,
-            assignment.slots,
-            self._domains(),
-        )
-        self._journal.say_once("copies", problem)
+        if hosts.keys() >= set(assignment.slots):  # else a lost host's label is unknown
+            _, problem = shortfall(
+                assignment.spread,
+                self.coordinator.placement,
+                assignment.slots,
+                self._domains(),
+            )
+            self._journal.say_once("copies", problem)
         self.expect(self._registry.connected)
 
     def refused(self, layout: Layout, others: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """A job comes to its end: the last evaluation, the last export, a stop."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from dtft.elastic.leader.commit_coordinator import GRACE_S
 from dtft.elastic.leader.shutdown import EXPORT_FAILURES
 from dtft.elastic.leader.storage import LONGEST_PAUSE_S
-from tests.support.obedient_desk import ObedientDesk
+from tests.support.desks import LEASE_S
+from tests.support.obedient_desk import ObedientDesk, record_number
 
 Make = Callable[..., ObedientDesk]
 
@@ -101,3 +103,27 @@ def test_the_last_export_is_tried_three_times_with_pauses(
     assert [step for _, step, _ in desk.exports] == [8] * EXPORT_FAILURES
     (end,) = [it for it in desk.events() if it["event"] == "end"]
     assert end["message"] == "step 8 could not be written to storage"
+
+
+def test_a_stop_while_a_host_with_a_label_is_missing_stores_the_last_step(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=2)
+    desk.leader.close()
+    for number in range(2):
+        label = f"rack=r{number}"
+        desk.register(replace(record_number(number), domain=label))
+    desk.lead()
+    desk.commit(8)
+    desk.lose("h1")
+    desk.leader.close()
+    desk.begin()  # this leader has no record of h1
+    desk.until(lambda: desk.phase == "waiting", limit_s=LEASE_S)
+    desk.exports.clear()
+    desk.put("m/stop", "1")
+    desk.look()
+    desk.turn()
+    assert desk.exports == [("h0", 8, 0)]
+    say(desk, "h0", "exported", step=8, ok=True, error="", attempt=0)
+    (end,) = [it for it in desk.events() if it["event"] == "end"]
+    assert (end["status"], end["step"]) == ("stopped", 8)
