@@ -3,7 +3,8 @@
 A drained host gets no slot any more. If the host has a slot, the job is re-formed at
 the next commit: another host takes the slot, and can restore from the drained host's
 copies. The drained host's agent is told to end once a step is committed without the
-host. If the drained host leads, another host becomes the leader.
+host. If the job lacks hosts before that, the drained host stays. If the drained host
+leads, another host becomes the leader.
 """
 
 from collections.abc import Callable
@@ -63,9 +64,9 @@ class Draining:
         """Handles a request that a host leaves the job.
 
         Answers at once if the request is refused, or if the host has no slot and does
-        not lead. Otherwise answers once a step is committed without the host. If the
-        leading host stops leading before that, `close` answers. `answer` sends the
-        reply to the requester.
+        not lead. Otherwise answers once a step is committed without the host, or once
+        the host has to stay. If the leading host stops leading before that, `close`
+        answers. `answer` sends the reply to the requester.
         """
         rendezvous, there = self._rendezvous, host in self._registry.records
         known = self._departures.get(host)
@@ -163,6 +164,21 @@ class Draining:
         else:
             self._registry.keep(host)
             self._answer(self._departures.pop(host))
+
+    def tick(self) -> None:
+        """Lets drained hosts stay while the job waits for hosts; called periodically.
+
+        Lets one host stay after the other until the job no longer waits. A host that
+        was told to end, or whose agent is to end (`HostRecord.leaving`), cannot stay.
+        """
+        rendezvous, records = self._rendezvous, self._registry.records
+        for host, departure in list(self._departures.items()):
+            if rendezvous.phase != "waiting" or rendezvous.frozen:
+                return
+            can_stay = self._is_leaving(host) and not records[host].leaving
+            if can_stay and not departure.told:
+                self._refuse(host)
+                rendezvous.answered()
 
     def due(self) -> list[RoundReason]:
         """Returns why the job is to be re-formed at this commit; [] if it is not.

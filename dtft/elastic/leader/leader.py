@@ -649,6 +649,8 @@ class Leader:
         rendezvous.gathered()
         if self.view.stop:
             self._shutdown.stop()
+        else:
+            self._draining.tick()
         self._end_if_nobody_can()
         self._shutdown.conclude()
         self._shutdown.conclude_for_others()

@@ -179,6 +179,53 @@ def test_a_request_is_undone_if_the_spare_is_lost_before_the_commit(
     assert slots(desk) == ("h0", "h1") and not desk.take("drained")
 
 
+def test_a_host_whose_heir_is_lost_before_the_next_commit_stays(desk_of: Make) -> None:
+    desk = desk_of(hosts=3)
+    wanted(desk, "h1")
+    desk.commit(8)
+    desk.until(lambda: slots(desk) == ("h0", "h2"))
+    desk.settle(2)
+    desk.lose("h2")
+    desk.until(lambda: slots(desk) == ("h0", "h1"))
+    desk.settle(2)
+    (answer,) = desk.answers
+    assert "no host is left for the slot of h1" in answer["error"]
+    desk.commit(9)
+    assert slots(desk) == ("h0", "h1") and not desk.take("drained")
+
+
+def test_no_more_drained_hosts_stay_than_the_job_lacks(desk_of: Make) -> None:
+    desk = desk_of(hosts=4)
+    desk.leader.close()
+    desk.config = replace(desk.config, host="h3")
+    desk.lead()
+    wanted(desk, "h0")
+    wanted(desk, "h1")
+    desk.commit(8)
+    desk.until(lambda: slots(desk) == ("h2", "h3"))
+    desk.settle(2)
+    desk.lose("h2")
+    desk.until(lambda: slots(desk) == ("h0", "h3"))
+    desk.settle(2)
+    (answer,) = desk.answers
+    assert "no host is left for the slot of h0" in answer["error"]
+    desk.commit(9)
+    assert [host for host, _ in desk.take("drained")] == ["h1"]
+
+
+def test_a_job_that_is_stopped_takes_no_drained_host_back(desk_of: Make) -> None:
+    desk = desk_of(hosts=3)
+    wanted(desk, "h1")
+    desk.commit(8)
+    desk.until(lambda: slots(desk) == ("h0", "h2"))
+    desk.settle(2)
+    desk.put("m/stop", "1")
+    desk.lose("h2")
+    desk.until(lambda: desk.phase == "waiting")
+    desk.turn()
+    assert not desk.answers and desk.phase == "waiting"
+
+
 def test_a_host_that_is_started_anew_before_it_has_left_stays(desk_of: Make) -> None:
     desk = desk_of(hosts=3)
     wanted(desk, "h1")
@@ -214,6 +261,20 @@ def test_a_host_that_wants_to_leave_is_replaced_or_ends_at_once(desk_of: Make) -
     assert leaving(desk, 2) == "h2"  # nobody is left for its slot
     assert [it for it, _ in desk.take("drained")] == ["h2"]
     assert "h2 leaves at once: no host is left for the slot of h2" in desk.said
+
+
+def test_a_host_that_wants_to_leave_is_not_kept_for_a_job_that_waits(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=3)
+    leaving(desk, 1)
+    desk.commit(8)
+    desk.until(lambda: slots(desk) == ("h0", "h2"))
+    desk.settle(2)
+    desk.lose("h2")
+    desk.until(lambda: desk.phase == "waiting")
+    desk.turn()
+    assert desk.phase == "waiting"
 
 
 def test_a_host_that_wants_to_leave_gets_no_slot_in_the_formation_that_is_decided(
