@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtft.elastic.assignment import process_of
+from dtft.elastic.assignment import HostRecord, process_of
 from dtft.elastic.event_loop import Loop
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.leader.events import Journal
@@ -63,10 +63,10 @@ class Draining:
     def asked(self, host: str, answer: Answer) -> None:
         """Handles a request that a host leaves the job.
 
-        Answers at once if the request is refused, or if the host has no slot and does
-        not lead. Otherwise answers once a step is committed without the host, or once
-        the host has to stay. If the leading host stops leading before that, `close`
-        answers. `answer` sends the reply to the requester.
+        Answers at once if the request is refused, or if the host is connected, has no
+        slot and does not lead. Otherwise answers once a step is committed without the
+        host, or once the host has to stay. If the leading host stops leading before
+        that, `close` answers. `answer` sends the reply to the requester.
         """
         rendezvous, there = self._rendezvous, host in self._registry.records
         known = self._departures.get(host)
@@ -105,6 +105,20 @@ class Draining:
             self._end(host)
         elif not self._can_train(rendezvous.available):
             self._refuse(host)
+
+    def connected(self, record: HostRecord) -> None:
+        """Handles a host that has connected, or a newer record of a connected host.
+
+        A drained host stays drained, also after a loss of more than a lease. If its
+        agent was told to end, the agent is told again: the first order may have been
+        lost with the link. An agent that was started anew is not drained.
+        """
+        host, departure = record.host, self._departures.get(record.host)
+        if departure is None or departure.process != process_of(record.incarnation):
+            return
+        self._registry.drain(host)
+        if departure.told:
+            self._end(host)
 
     def _begin(self, host: str) -> _Departure:
         assignment = self._rendezvous.assignment or self._rendezvous.previous
@@ -159,7 +173,7 @@ class Draining:
         departure, why = self._departures[host], self._nobody_left_for(host)
         departure.reply = {"error": why}
         if self._registry.records[host].leaving:
-            self._journal.say(f"{host} leaves at once: {why}")
+            self._journal.say_once(f"end {host}", f"{host} leaves at once: {why}")
             self._end(host)
         else:
             self._registry.keep(host)
@@ -257,11 +271,14 @@ class Draining:
                 self._end(host)
 
     def _end(self, host: str) -> None:
-        """Tells the agent of a drained host to end, if the host is connected.
+        """Tells the agent of a drained host to end, unless the host is lost.
 
-        Answers the requests to drain this host.
+        Answers the requests to drain this host. Does nothing while the host's link is
+        cut; `committed` tries again.
         """
         round_, departure = self._rendezvous.current, self._departures[host]
+        if host in self._registry.away:
+            return
         if round_ is not None and host in self._registry.connected:
             self._send(host, "drained", ballot=round_.ballot)
         departure.told = True

@@ -161,6 +161,7 @@ class Leader:
         Also lets the host leave the job if its record says so (`HostRecord.leaving`).
         """
         self._monitor.connected(record)
+        self._draining.connected(record)
         if record.leaving:
             self._draining.leaves(record.host)
 

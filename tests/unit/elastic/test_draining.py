@@ -243,6 +243,46 @@ def test_a_host_that_is_started_anew_before_it_has_left_stays(desk_of: Make) -> 
     desk.until(lambda: slots(desk) == ("h0", "h1"))
 
 
+CUT = "its connection ended: reset"
+
+
+def test_a_host_whose_link_is_cut_is_told_to_end_when_it_is_back(desk_of: Make) -> None:
+    desk = desk_of(hosts=4)
+    wanted(desk, "h1")
+    desk.commit(8)
+    desk.until(lambda: slots(desk) == ("h0", "h2"))
+    desk.settle(2)
+    for number in (1, 3):
+        desk.leader.disconnected(record_number(number), CUT)
+    wanted(desk, "h3")  # a spare, which cannot be told now
+    desk.commit(9)
+    assert not desk.answers and not desk.take("drained")
+    for number in (1, 3):
+        desk.leader.connected(record_number(number))
+    desk.commit(10)
+    assert sorted(it["host"] for it in desk.answers) == ["h1", "h3"]
+    assert sorted(host for host, _ in desk.take("drained")) == ["h1", "h3"]
+
+
+def test_a_host_that_may_not_have_heard_that_it_is_to_end_is_told_again(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=3)
+    wanted(desk, "h2")
+    assert len(desk.take("drained")) == 1
+    desk.leader.disconnected(record_number(2), CUT)  # the order may be lost
+    desk.leader.connected(record_number(2))
+    assert [host for host, _ in desk.take("drained")] == ["h2"]
+    desk.lose("h2")  # its lease is over, and it registers under the next number
+    again = replace(record_number(2), incarnation="h2.2")
+    desk.leader.connected(again)
+    assert [host for host, _ in desk.take("drained")] == ["h2"]
+    assert "h2" not in {it.host for it in desk.leader._registry.usable()}
+    desk.leader.connected(replace(again, incarnation="anew.1"))
+    assert not desk.take("drained") and len(desk.answers) == 1
+    assert "h2" in {it.host for it in desk.leader._registry.usable()}
+
+
 def leaving(desk: ObedientDesk, number: int) -> str:
     """A host's agent was told to end, and says so."""
     record = replace(record_number(number), leaving=True)
