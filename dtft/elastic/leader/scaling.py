@@ -125,6 +125,7 @@ class Scaling:
         * at once, if the request is refused or the job has this number already;
         * in `trained`, once the job trains with this number, or with another number
           that it keeps;
+        * at a later request for another number;
         * in `close`, if this host stops leading before that.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
@@ -141,9 +142,11 @@ class Scaling:
         if (short := size.slots - self._available()) > 0:
             answer({"error": self._too_few(size, short)})
             return
+        is_new = size.slots != self._sizes.wanted
         self._sizes.asked_for(size)
-        if size.slots != self._sizes.wanted:
+        if is_new:
             self._records.put("size", size, "size", size.to_json())
+        self._overrule(size)
         if size.slots == groups.slots:
             answer({"replicas": replicas, "before": replicas, "hosts": size.slots})
         else:
@@ -151,6 +154,14 @@ class Scaling:
             self._waiting.append(
                 _Request(size=size, before=groups.replicas, at=now, answer=answer)
             )
+
+    def _overrule(self, size: WantedSize) -> None:
+        """Answers the waiting requests for another number of slots than `size`."""
+        for one in [it for it in self._waiting if it.size.slots != size.slots]:
+            asked = f"the request for {one.size.replicas} replicas"
+            text = f"{asked} was overruled by a later request for {size.replicas}"
+            one.answer({"error": text})
+            self._waiting.remove(one)
 
     def _too_few(self, size: WantedSize, short: int) -> str:
         return (

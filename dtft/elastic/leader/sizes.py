@@ -36,6 +36,9 @@ class JobSizes:
         self._unfit: dict[int, str] = {}
         self._failures: dict[int, int] = {}
         self._asked_before = 0
+        self._asked_here = 0
+        """The number of slots that a user has requested from this leader; 0 without a
+        request. The store may not have recorded the request yet."""
 
     def formed(self, assignment: SlotAssignment) -> None:
         """Remembers the number of slots that a user has requested, from an assignment.
@@ -48,8 +51,8 @@ class JobSizes:
     @property
     def asked(self) -> int:
         """The number of slots requested by a user; 0 if none was requested."""
-        asked = self._records.view.wanted
-        return asked.slots if asked else self._asked_before
+        recorded = self._records.view.wanted
+        return self._asked_here or (recorded.slots if recorded else self._asked_before)
 
     @property
     def wanted(self) -> int:
@@ -151,6 +154,7 @@ class JobSizes:
         return self._unfit.get(slots, "")
 
     def asked_for(self, size: WantedSize) -> None:
-        """Allows a number of slots again, because a user has requested it."""
+        """Remembers a user's request for a number of slots, and allows it again."""
+        self._asked_here = size.slots
         self._unfit.pop(size.slots, None)
         self._failures.pop(size.slots, None)

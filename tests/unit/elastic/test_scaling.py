@@ -89,6 +89,39 @@ def test_a_store_that_has_lost_the_wish_is_told_of_it_by_the_hosts(desk_of) -> N
         desk.leader.close()
 
 
+def test_the_last_request_counts_though_an_earlier_one_waits_for_the_store(
+    desk_of,
+) -> None:
+    desk = desk_of(hosts=3)
+    desk.loop.hold("records")
+    desk.ask(3)
+    desk.ask(2)
+    overruled, reply = desk.answers
+    assert "3 replicas was overruled by a later request for 2" in overruled["error"]
+    assert reply == {"replicas": 2, "before": 2, "hosts": 2}
+    desk.loop.let_go("records")
+    desk.commit(8)
+    assert desk.phase == "running"
+    desk.until(lambda: desk.leader.view.wanted)
+    assert desk.leader.view.wanted.slots == 2
+    desk.commit(9)
+    assert desk.phase == "running"
+
+
+def test_a_request_for_another_size_is_answered_when_a_later_one_is_made(
+    desk_of,
+) -> None:
+    desk = desk_of(hosts=3)
+    desk.ask(3)
+    desk.ask(1)
+    (overruled,) = desk.answers
+    assert "overruled by a later request for 1" in overruled["error"]
+    desk.ask(1)
+    desk.commit(8)
+    desk.settle(1)
+    assert [it["replicas"] for it in desk.answers[1:]] == [1, 1]
+
+
 def rehearsing(desk_of: Callable[..., ObedientDesk]) -> ObedientDesk:
     """A job of two hosts that is to grow to three, of processes that compile ahead."""
     timeouts = replace(Timeouts(), start=20.0, restore=10.0)
