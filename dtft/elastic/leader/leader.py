@@ -396,7 +396,8 @@ class Leader:
             round_.restore_s = self._loop.wall() - round_.restore_begun
             if self._scaling.restored(round_):
                 known = {**self.view.hosts, **self._registry.records}
-                self._re_replicator.begin(round_, replace(self.view, hosts=known))
+                now = replace(self.view, hosts=known, assignment=round_.assignment)
+                self._re_replicator.begin(round_, now)
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = known_layout(layout)

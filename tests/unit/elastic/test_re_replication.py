@@ -1,5 +1,6 @@
 """After a loss copies are pushed again, and only then the job calls itself healthy."""
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tests.support.hosts import (
     order_after_loss,
     wait_until,
 )
+from tests.support.obedient_desk import ObedientDesk
 
 SHAPES = [(1, 4), (2, 2), (4, 1)]
 
@@ -169,6 +171,19 @@ def test_a_job_is_healthy_once_the_copies_are_back(tmp_path: Path) -> None:
     assert (event["healthy"], event["copies"], event["num_bytes"]) == (True, 2, 32)
     desk.re_replicator.committed(round_, 8)
     assert len(desk.events("replicated")) == 1
+
+
+def test_the_leader_counts_copies_on_the_hosts_that_have_slots_now(
+    tmp_path: Path,
+) -> None:
+    with contextlib.closing(ObedientDesk(tmp_path, hosts=3)) as desk:
+        desk.lose("h1")
+        desk.loop.turn_until(lambda: desk.phase == "running")  # faster than the watch
+        view = desk.leader.view.assignment
+        assert view is not None and view.slots == ("h0", "h1")
+        assert desk.assignment is not None and desk.assignment.slots == ("h0", "h2")
+        (*_, event) = [it for it in desk.events() if it["event"] == "replicated"]
+        assert (event["copies"], event["copies_asked"]) == (2, 2)
 
 
 def test_a_newer_commit_makes_it_healthy_too(tmp_path: Path) -> None:
