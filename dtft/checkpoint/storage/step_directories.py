@@ -1,5 +1,7 @@
 """Lists the complete steps of a storage directory; imports neither JAX nor Orbax."""
 
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +15,9 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 COMMIT_FILE = "commit_success.txt"
 """File that marks a complete step where directories cannot be renamed (gs://)."""
 
+_ABSENT = FileNotFoundError, NotADirectoryError
+"""Errors of the operating system that show that a path does not exist."""
+
 
 def storage_steps(directory: "Path | epath.Path") -> tuple[int, ...]:
     """Lists the complete steps in a storage directory, ascending.
@@ -22,17 +27,39 @@ def storage_steps(directory: "Path | epath.Path") -> tuple[int, ...]:
     the step is complete. The result is empty if the storage directory does not exist.
 
     Raises:
-        OSError: the directory exists but cannot be listed.
+        OSError: the directory, or a step in it, exists but cannot be read.
     """
-    if not directory.is_dir():
-        return ()
     needs_file = str(directory).startswith("gs://")
+    if _is_remote(directory) and not directory.is_dir():
+        return ()
+    try:
+        found = [path for path in directory.iterdir() if path.name.isdecimal()]
+    except _ABSENT:
+        return ()
     return tuple(
         sorted(
             int(path.name)
-            for path in directory.iterdir()
-            if path.name.isdecimal()
-            and path.is_dir()
-            and (not needs_file or (path / COMMIT_FILE).exists())
+            for path in found
+            if _is_directory(path) and (not needs_file or (path / COMMIT_FILE).exists())
         )
     )
+
+
+def _is_remote(path: "Path | epath.Path") -> bool:
+    """Whether a path is in an object store, such as gs://, and not in a file system."""
+    return "://" in str(path)
+
+
+def _is_directory(path: "Path | epath.Path") -> bool:
+    """Whether a path is a directory.
+
+    Raises:
+        OSError: the path of a file system exists but cannot be read; `is_dir` of Python
+            3.14 and of `epath` returns False for it.
+    """
+    if _is_remote(path):
+        return path.is_dir()
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except _ABSENT:
+        return False

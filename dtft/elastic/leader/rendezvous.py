@@ -71,7 +71,7 @@ BALLOTS = 1 << 20
 the leader's round."""
 STORAGE_PAUSE_S = 5.0
 """Seconds between two listings of storage while the job waits for it: storage does not
-answer, or has lost its steps."""
+answer, cannot be listed, or has lost its steps."""
 
 
 @dataclass(kw_only=True)
@@ -730,7 +730,7 @@ class Rendezvous:
         if line := self._storage.news():
             self._journal.say(line)
         unseen = decision.source == "init" and bool(self._records.view.stored)
-        if unseen or (decision.source != "memory" and self._storage.silent):
+        if unseen or (decision.source != "memory" and self._storage.trouble):
             self._wait_for_storage(decision.passed_over)
             return
         self._journal.say_once("waiting", "")
@@ -836,7 +836,7 @@ class Rendezvous:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Waits for storage that does not answer or has lost its steps.
+        """Waits for storage that does not answer, cannot be listed or lost its steps.
 
         The job must not start again from the initial state without the user's request.
         `reasons` says why newer steps cannot be restored from memory.
@@ -846,9 +846,9 @@ class Rendezvous:
             for reason in reasons:
                 self._journal.say(f"memory cannot restore {reason}")
             stored = self._records.view.stored
-            had = f"had step {stored} and shows no step now" if stored else "is silent"
+            why = self._storage.trouble or f"had step {stored} and shows no step now"
             self._journal.say(
-                f"storage {self._config.storage_directory} {had}: the job waits for "
+                f"storage {self._config.storage_directory} {why}: the job waits for "
                 "it. Mount it again or put it back; to begin anew use another --job"
             )
         self.enter("storage", STORAGE_PAUSE_S)

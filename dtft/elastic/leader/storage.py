@@ -2,7 +2,7 @@
 
 From the outcomes of exports, `StorageHealth` makes messages about failing or slow
 storage and chooses the time of the next try. `StorageWatch` lists the steps on a
-thread: while a network file system hangs, the last listing is used.
+thread: while a network file system hangs or fails, the last listing is used.
 """
 
 import contextlib
@@ -178,15 +178,17 @@ class StorageWatch:
         self._written: set[int] = set()
         self._since: float | None = None
         """Time at which the listing in progress began; None if there is none."""
-        self._told = False
+        self._error = ""
+        """The error of the last listing that has ended; "" if it succeeded."""
+        self._told = ""
         self.look()
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps that storage holds, in ascending order.
 
-        These are the steps in the last listing (none if the listing failed), and those
-        written since that listing began.
+        These are the steps in the last listing that succeeded, and those written since
+        that listing began. `trouble` says if storage may hold others by now.
         """
         return tuple(sorted(self._known | self._written))
 
@@ -200,6 +202,16 @@ class StorageWatch:
         """Whether a listing has been unanswered for `PATIENCE_S` seconds."""
         since = self._since
         return since is not None and self._loop.now() >= since + PATIENCE_S
+
+    @property
+    def trouble(self) -> str:
+        """Why the steps that storage holds now are not known; "" if they are.
+
+        Storage has not answered for some time (`silent`), or the last listing failed.
+        """
+        if self.silent:
+            return f"does not answer within {PATIENCE_S:g} s"
+        return f"cannot be listed ({self._error})" if self._error else ""
 
     @property
     def settled(self) -> bool:
@@ -224,27 +236,30 @@ class StorageWatch:
         self, before: frozenset[int], outcome: "Future[frozenset[int]]"
     ) -> None:
         self._since = None
+        if (error := outcome.exception()) is not None:
+            self._error = _short(f"{type(error).__name__}: {error}")
+            return
+        self._error = ""
         self._written -= before  # now the listing says whether storage has them
-        error = outcome.exception()
-        self._known = frozenset() if error is not None else outcome.result()
+        self._known = outcome.result()
 
     def wrote(self, step: int) -> None:
         """Records that a step was just written to storage."""
         self._written.add(step)
 
     def news(self) -> str | None:
-        """Returns a message if storage has stopped or begun to answer since the last
-        call, else None."""
-        if self.silent == self._told:
+        """Returns a message if `trouble` has changed since the last call, else None."""
+        if self.trouble == self._told:
             return None
-        self._told = self.silent
+        self._told = self.trouble
         if not self._told:
             return f"storage {self._directory} answers again"
         newest = max(self._known, default=0)
         known = f"step {newest} was the newest seen" if newest else "none was seen"
+        check = "its server is up" if self.silent else "it is mounted and can be read"
         return (
-            f"storage {self._directory} does not answer within {PATIENCE_S:g} s; "
-            f"training goes on, and of its steps {known}. See that its server is up"
+            f"storage {self._directory} {self._told}; training goes on, and of its "
+            f"steps {known}. See that {check}"
         )
 
 

@@ -1,5 +1,7 @@
-"""Storage that hangs holds nobody up: its last answer counts until it answers again."""
+"""Storage that hangs or fails: its last answer counts until it answers again."""
 
+import contextlib
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,14 +78,38 @@ def test_a_directory_that_is_not_there_has_no_steps(tmp_path: Path) -> None:
     assert watch.steps == () and watch.newest == 0 and not watch.silent
 
 
-def test_storage_that_cannot_be_read_has_no_steps(tmp_path: Path) -> None:
-    def broken(directory: Path) -> list[int]:
-        raise OSError("stale file handle")
+class Stored:
+    """Lists these steps; fails with `error` while that is set."""
 
-    loop = VirtualLoop()
-    watch = StorageWatch(tmp_path, loop, list_steps=broken)
+    def __init__(self, *steps: int, error: OSError | None = None) -> None:
+        self.steps, self.error = steps, error
+
+    def __call__(self, directory: Path) -> tuple[int, ...]:
+        if self.error is not None:
+            raise self.error
+        return self.steps
+
+
+STALE = OSError(errno.ESTALE, "Stale file handle", "/nfs/run")
+
+
+def test_the_last_answer_counts_while_storage_cannot_be_listed(tmp_path: Path) -> None:
+    loop, stored = VirtualLoop(), Stored(20)
+    watch = StorageWatch(tmp_path, loop, list_steps=stored)
     loop.turn()
-    assert watch.steps == () and watch.settled
+    assert watch.steps == (20,) and watch.trouble == ""
+    watch.wrote(40)
+    stored.error = STALE
+    watch.look()
+    loop.turn()
+    assert watch.steps == (20, 40) and watch.settled and not watch.silent
+    line = watch.news()
+    assert line is not None and "cannot be listed (OSError: [Errno 116]" in line
+    assert "step 20 was the newest seen" in line and watch.news() is None
+    stored.steps, stored.error = (), None
+    watch.look()
+    loop.turn()
+    assert watch.steps == () and watch.news() == f"storage {tmp_path} answers again"
 
 
 STATE = layout(2, 1)
@@ -120,9 +146,53 @@ def test_storage_that_is_needed_is_waited_for(desk: Desk) -> None:
     answer(desk, {})
     desk.turn(PATIENCE_S + 0.2)
     assert desk.phase == "storage" and desk.assignment is None
-    assert "is silent: the job waits for it" in desk.said
+    assert "does not answer within 1 s: the job waits for it" in desk.said
     desk.loop.let_go("aside")
     desk.turn(10)
     assert desk.assignment is not None
     assert (desk.assignment.source, desk.assignment.step) == ("storage", 5)
     assert "answers again" in desk.said
+
+
+def test_a_job_does_not_begin_anew_while_storage_cannot_be_listed(
+    tmp_path: Path,
+) -> None:
+    stored = Stored(5, error=STALE)
+    with contextlib.closing(Desk(tmp_path, list_steps=stored)) as desk:
+        desk.join("b")
+        answer(desk, {})
+        desk.turn(20)
+        assert desk.phase == "storage" and desk.assignment is None
+        line = "cannot be listed (OSError: [Errno 116] Stale file handle: '/nfs/run')"
+        assert desk.said.count(f"checkpoints {line}: the job waits for it.") == 1
+        stored.error = None
+        desk.turn(10)
+        assert desk.assignment is not None
+        assert (desk.assignment.source, desk.assignment.step) == ("storage", 5)
+
+
+def test_a_job_that_waits_for_storage_can_be_stopped(tmp_path: Path) -> None:
+    stored = Stored(error=PermissionError(errno.EACCES, "Permission denied"))
+    with contextlib.closing(Desk(tmp_path, list_steps=stored)) as desk:
+        desk.join("b")
+        answer(desk, {})
+        desk.turn(20)
+        desk.put("m/stop", "1")
+        desk.look()
+        desk.turn()
+        last = desk.events()[-1]
+        assert (last["event"], last["status"]) == ("end", "stopped")
+
+
+def test_a_generation_is_formed_from_memory_while_storage_cannot_be_listed(
+    tmp_path: Path,
+) -> None:
+    with contextlib.closing(Desk(tmp_path, list_steps=Stored(error=STALE))) as desk:
+        desk.join("b")
+        desk.leader._records.learn([commit_of(STATE, 7)])
+        found = holdings_of(STATE, 2, 7)
+        answer(desk, {"a": found["h0"], "b": found["h1"]})
+        desk.turn()
+        assert desk.assignment is not None
+        assert (desk.assignment.source, desk.assignment.step) == ("memory", 7)
+        assert "training goes on" in desk.said
