@@ -22,7 +22,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-from flax.traverse_util import flatten_dict, unflatten_dict
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv" / "third-party"
@@ -448,10 +447,10 @@ def experts(size: Size, dtype: Any) -> Model:
     model = hk.without_apply_rng(hk.transform(forward))
 
     def start(key: jax.Array) -> Any:
-        return nested(model.init(key, jnp.zeros((1, length), jnp.int32)))
+        return model.init(key, jnp.zeros((1, length), jnp.int32))
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        logits_BTV = model.apply(flat(params), batch["tokens"])
+        logits_BTV = model.apply(params, batch["tokens"])
         return _cross_entropy(logits_BTV[:, :-1], batch["tokens"][:, 1:])
 
     tokens = _ints(rows, length)
@@ -470,23 +469,6 @@ MODELS: Mapping[str, Callable[[Size, Any], Model]] = {
     "resnet": resnet, "equinox": equinox, "experts": experts,
 }  # fmt: skip
 """Functions of a size and the dtype that the model computes in."""
-
-
-def nested(params: Mapping[str, Mapping[str, jax.Array]]) -> dict[str, Any]:
-    """Cuts Haiku's names of modules at "/", which dtft allows in no key."""
-    flat = {
-        f"{module}/{name}": a for module, p in params.items() for name, a in p.items()
-    }
-    return unflatten_dict(flat, sep="/")
-
-
-def flat(params: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Puts the names of Haiku's modules together again."""
-    found: dict[str, dict[str, Any]] = {}
-    for path, array in flatten_dict(params, sep="/").items():
-        module, _, name = path.rpartition("/")
-        found.setdefault(module, {})[name] = array
-    return found
 
 
 def _cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """Converts state trees to leaves by path, and typed PRNG keys to uint32 words.
 
-A path joins dict keys, attribute names and sequence indices with "/". A "/" in a key,
-as in the names of Haiku's modules, is written "%2F".
+`dtft._tree_paths` says how a path is written.
 
 A typed key array has a dtype of JAX's own. In copies, in messages and in storage the
 key array is replaced by its key data: uint32 words with one dim more than the key
@@ -13,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from dtft._tree_paths import paths_of
 
 _SHOWN = 8
 """The number of paths that an error lists by name; further paths are only counted."""
@@ -39,18 +39,8 @@ def to_paths(tree: Any) -> dict[str, Any]:
 @functools.lru_cache(maxsize=16)
 def _paths(structure: Any) -> tuple[str, ...]:
     """Returns each leaf's path in a treedef; cached, because treedefs are reused."""
-    paths: dict[str, None] = {}
     numbers = jax.tree_util.tree_unflatten(structure, range(structure.num_leaves))
-    for keys, _ in jax.tree_util.tree_flatten_with_path(numbers)[0]:
-        path = _path(keys)
-        if path in paths:
-            raise ValueError(
-                f"tree has two leaves at path {path!r} (keys {keys}): keys that "
-                'differ only by type, or by "%2F" instead of "/", are not allowed. '
-                "Rename one of them."
-            )
-        paths[path] = None
-    return tuple(paths)
+    return paths_of(numbers)
 
 
 def from_paths(like: Any, mapping: Mapping[str, Any]) -> Any:
@@ -111,24 +101,6 @@ def listed(paths: list[str]) -> str:
     text = ", ".join(paths[:_SHOWN]) or "none"
     rest = len(paths) - _SHOWN
     return f"{text} and {rest} more" if rest > 0 else text
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    names = [_name(key) for key in keys]
-    if "" in names:
-        raise ValueError(f"tree has an empty key (in {keys}). Give it a name.")
-    return "/".join(name.replace("/", "%2F") for name in names)
-
-
-def _name(key: Any) -> str:
-    match key:
-        case DictKey(key=name) | FlattenedIndexKey(key=name):
-            return str(name)
-        case GetAttrKey(name=name):
-            return name
-        case SequenceKey(idx=index):
-            return str(index)
-    return str(key)
 
 
 def with_plain_keys(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from dtft._jax_internals import cudnn_assumed, scan_arguments
+from dtft._tree_paths import paths_of
 from dtft.planner.gc_pause import gc_paused
 from dtft.planner.ir.dim_propagation import Dims, Numbers, contracted, link
 from dtft.planner.ir.flops import SPECIAL, count, kernel_name
@@ -607,14 +608,15 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
     Args:
         fn: any function that JAX can trace, jitted or not.
         *args: trees of arrays or of `jax.ShapeDtypeStruct`. The path of a leaf begins
-            with the number of its argument, such as `0/params/up/kernel`.
+            with the number of its argument, such as `0/params/up/kernel`
+            (`dtft._tree_paths`).
         **keywords: trees passed by name; their paths begin with the name.
 
     Returns:
         The graph of one call. Its operators are numbered like `jaxprs.operators`.
 
     Raises:
-        ValueError: two leaves have the same path.
+        ValueError: a key is empty, or two leaves have one path.
 
     In the example, the contracted dims of `x` and `w` share the number 1.
 
@@ -631,8 +633,8 @@ def trace(fn: Callable[..., Any], /, *args: Any, **keywords: Any) -> Graph:
         ins = [walk.found.value(var.aval) for var in closed.jaxpr.invars]
         outs = walk.run(closed.jaxpr, ins, Frame())
         ends = [walk.found.held(known) for known in outs]
-        inputs = dict(zip(_paths(args) + _paths(keywords), ins, strict=True))
-        outputs = dict(zip(_paths(result), ends, strict=True))
+        inputs = dict(zip(paths_of(args) + paths_of(keywords), ins, strict=True))
+        outputs = dict(zip(paths_of(result), ends, strict=True))
         walk.found.drop_unread(ends)
         return _graph(walk.found, inputs, outputs)
 
@@ -669,25 +671,6 @@ def _precision(eqn: JaxprEqn) -> str:
         return ""
     most = max(levels, key=lambda one: one.value)
     return "" if most == jax.lax.Precision.DEFAULT else most.name.lower()
-
-
-def _paths(tree: Any) -> list[str]:
-    """Returns the path of each leaf in tree order: its keys, joined with "/".
-
-    Raises:
-        ValueError: two leaves have the same path.
-    """
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    paths = [
-        jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves
-    ]
-    twice = [path for path, times in Counter(paths).items() if times > 1]
-    if twice:
-        raise ValueError(
-            f"tree has two leaves at path {twice[0]!r}: keys that differ only by type "
-            "or contain '/' are not allowed. Rename one of them."
-        )
-    return paths
 
 
 def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Graph:

@@ -65,14 +65,6 @@ def test_a_plan_misleads_if_it_says_more_than_the_reserve_too_little(
     assert fit.error == pytest.approx(-share * RESERVE)
 
 
-def test_names_of_haiku_modules_are_cut_and_joined() -> None:
-    params = {"layer/~/query": {"w": jnp.ones(2)}, "layer": {"b": jnp.ones(1)}}
-    nested = zoo.nested(params)
-    assert nested == {"layer": {"~": {"query": {"w": params["layer/~/query"]["w"]}},
-                                "b": params["layer"]["b"]}}  # fmt: skip
-    assert zoo.flat(nested) == params
-
-
 def test_an_opaque_step_is_not_asked_for_knobs_of_a_loss() -> None:
     model = zoo.Model(
         name="", start=lambda key: key, batch={}, limits={}, step=lambda s, b: (s, b)

@@ -158,6 +158,19 @@ def test_a_restored_state_is_placed_and_goes_on() -> None:
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_keys_with_a_slash_are_planned_and_run() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean((batch["in/put"] @ params["mlp/~/linear_0"]["w"]) ** 2)
+
+    params = {"mlp/~/linear_0": {"w": jnp.ones((8, 8))}}
+    batch = {"in/put": jnp.arange(64.0).reshape(8, 8) / 64}
+    asked = of_loss(loss=loss, optimizer=ADAMW, params=params, batch=batch)
+    plan = decide(asked, Cluster.parse("2xcpu"), {"fsdp": 2, "zero": 3}).plan
+    step = make_step(loss, ADAMW, plan, devices=jax.devices()[:2])
+    _, value = step.step(step.init(params), batch)
+    assert float(value) == pytest.approx(float(loss(params, batch)), rel=1e-6)
+
+
 def test_it_returns_what_the_loss_returns() -> None:
     def loss(params: Any, batch: Any) -> Any:
         return jnp.mean((batch["x"] @ params) ** 2), {"mean": jnp.mean(batch["x"])}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from dtft.checkpoint.state.tree import to_paths
 from dtft.planner.ir.graph import Graph
 from dtft.planner.ir.tracing import trace
 
@@ -82,8 +83,15 @@ def test_paths_are_numbers_of_arguments_or_their_names() -> None:
 
 
 def test_two_leaves_of_one_path_are_refused() -> None:
-    with pytest.raises(ValueError, match="two leaves at path '0/a/b'"):
-        trace(lambda tree: tree["a/b"], {"a/b": array(2), "a": {"b": array(2)}})
+    with pytest.raises(ValueError, match="two leaves at path '0/a%2Fb'"):
+        trace(lambda tree: tree["a/b"], {"a/b": array(2), "a%2Fb": array(2)})
+
+
+def test_paths_are_those_of_checkpoints() -> None:
+    tree = {"mlp/~/linear_0": {"w": array(2)}, "mlp": {"~": [array(2)]}}
+    graph = trace(lambda tree: tree, tree=tree)
+    assert list(graph.outputs) == list(to_paths(tree))
+    assert list(graph.inputs) == [f"tree/{path}" for path in to_paths(tree)]
 
 
 def test_numbers_of_the_text_are_no_inputs() -> None:
