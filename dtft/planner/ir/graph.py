@@ -132,6 +132,9 @@ class Operator:
     nothing."""
     within: tuple[int, ...] = ()
     """Loops around the operator, outermost first, as indices into `Graph.loops`."""
+    manual: bool = False
+    """Whether the operator is inside of a shard_map, where the program itself divides
+    the arrays."""
     name: str = ""
     """The operator's place in the user's program, from JAX's name stack."""
 

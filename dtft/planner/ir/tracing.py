@@ -65,6 +65,7 @@ class Step:
     whole: Numbers
     again: bool
     within: tuple[int, ...]
+    manual: bool
     trips: int
     name: str
     unread: bool = False
@@ -352,6 +353,8 @@ class Frame(NamedTuple):
     within: tuple[int, ...] = ()
     members: int = 1
     """Number of devices that run the equations, each on its part (shard_map)."""
+    manual: bool = False
+    """Whether the equations are inside of a shard_map."""
     name: str = ""
     recomputes: bool = False
     """Whether the equations are in the backward pass of a rematerialized function."""
@@ -443,6 +446,7 @@ class Walk:
                 whole=found.whole,
                 again=frame.again or (frame.recomputes and _AGAIN in stack),
                 within=frame.within,
+                manual=frame.manual,
                 trips=frame.trips,
                 name=_joined(frame.name, stack),
             )
@@ -544,7 +548,7 @@ class Walk:
         manual = params.get("newly_manual_axes", params.get("manual_axes", ()))
         members = math.prod(params["mesh"].shape[axis] for axis in manual)
         local = self._through(operands, body.invars, params["in_specs"])
-        inner = frame._replace(members=frame.members * members)
+        inner = frame._replace(members=frame.members * members, manual=True)
         results = self.run(body, local, inner)
         return self._through(results, eqn.outvars, params["out_specs"])
 
@@ -694,6 +698,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
             whole=numbers.of(step.whole),
             again=step.again,
             within=step.within,
+            manual=step.manual,
             name=step.name,
             unread=step.unread,
         )

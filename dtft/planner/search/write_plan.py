@@ -358,14 +358,17 @@ def constraints(
     """Returns specs for results of operators, by the operator's index in the program.
 
     Covers the first result of every operator that a compiler does not fuse (whose kind
-    is not in `CHEAP`), if the result is not a scalar. At ZeRO levels 2 and 3, a
+    is not in `CHEAP`), if the result is not a scalar. Operators inside of a shard_map
+    are left out, because a constraint is not allowed there. At ZeRO levels 2 and 3, a
     gradient from the backward pass of a user's step is divided as level 3 divides its
     parameter (`ShardingAssignment.rest`).
     """
     found = {}
     for number, operator in enumerate(graph.operators):
         value = graph.values[operator.outputs[0]] if operator.outputs else None
-        if operator.kind in CHEAP or value is None or not value.shape:
+        if operator.kind in CHEAP or operator.manual:
+            continue
+        if value is None or not value.shape:
             continue
         spec = real(division.spec(value), mesh)
         if operator.summed and region(operator) == "backward":

@@ -171,6 +171,34 @@ def test_keys_with_a_slash_are_planned_and_run() -> None:
     assert float(value) == pytest.approx(float(loss(params, batch)), rel=1e-6)
 
 
+def test_a_loss_with_a_shard_map_is_planned_and_runs() -> None:
+    spec = jax.sharding.PartitionSpec
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("all",), kinds, devices=jax.devices()[:2])
+
+    def local(x: jax.Array, down: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.tanh(x) @ down, "all")
+
+    by_hand = jax.shard_map(
+        local, mesh=mesh, in_specs=(spec(None, "all"), spec("all")), out_specs=spec()
+    )
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        return jnp.mean(by_hand(batch @ params["up"], params["down"]) ** 2)
+
+    params = {"up": jnp.ones((4, 8)) / 7, "down": jnp.ones((8, 4)) / 9}
+    batch = jnp.arange(32.0).reshape(8, 4) / 32
+    asked = of_loss(loss=loss, optimizer=ADAMW, params=params, batch=batch)
+    plan = decide(asked, Cluster.parse("2xcpu"), {"tensor": 2}).plan
+    step = make_step(loss, ADAMW, plan, devices=jax.devices()[:2])
+    state, value = step.step(step.init(params), batch)
+    expected, gradients = jax.value_and_grad(loss)(params, batch)
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    moments = tree.to_paths(jax.device_get(state["opt_state"]))
+    for path, gradient in gradients.items():
+        np.testing.assert_allclose(moments[f"0/mu/{path}"], gradient / 10, rtol=1e-5)
+
+
 def test_it_returns_what_the_loss_returns() -> None:
     def loss(params: Any, batch: Any) -> Any:
         return jnp.mean((batch["x"] @ params) ** 2), {"mean": jnp.mean(batch["x"])}

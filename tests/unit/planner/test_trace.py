@@ -245,6 +245,8 @@ def test_inside_shard_map_collectives_have_a_kind_and_all_devices_work_counts() 
     )
     graph, whole = trace(mapped, X, *W), trace(block, X, W)
     assert graph.flops == whole.flops
+    assert {op.manual for op in graph.operators} == {True}
+    assert {op.manual for op in whole.operators} == {False}
     assert [op.primitive for op in graph.operators if op.kind == "collective"] in (
         ["psum"], ["psum_invariant"],
     )  # fmt: skip
