@@ -7,6 +7,7 @@ argument.
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from jax.extend.core import jaxpr_as_fun
 from dtft.planner.gc_pause import gc_paused
 from dtft.planner.ir import (
     POLICIES,
+    PRODUCTS,
     Graph,
     Operator,
     OpGroup,
@@ -350,11 +352,13 @@ class Workload:
 
     @cached_property
     def batch_dims(self) -> tuple[int, ...]:
-        """Dims that index examples: the first dim of each batch leaf.
+        """Dims that index examples: the first dim of each batch leaf with examples.
 
-        Dims of size 1 are left out.
+        A batch leaf has examples if it has `num_examples` rows. Dims of size 1 are left
+        out.
         """
-        return self._of_batch(0)
+        values = (self.graph.values[self.graph.inputs[p]] for p in self._of_examples)
+        return tuple({self.root(v.dims[0]): None for v in values if v.shape[0] > 1})
 
     @cached_property
     def sequence_dims(self) -> tuple[int, ...]:
@@ -363,8 +367,13 @@ class Workload:
         Dims of size 1 and dims in `batch_dims` are left out. The dims are positions of
         tokens, rows of images, or features of vectors.
         """
+        found: dict[int, None] = {}
+        for path in self.paths("batch"):
+            value = self.graph.values[self.graph.inputs[path]]
+            if len(value.shape) > 1 and value.shape[1] > 1:
+                found[self.root(value.dims[1])] = None
         known = set(self.batch_dims)
-        return tuple(dim for dim in self._of_batch(1) if dim not in known)
+        return tuple(dim for dim in found if dim not in known)
 
     @cached_property
     def expert_arrays(self) -> Arrays:
@@ -398,18 +407,55 @@ class Workload:
 
     @property
     def batch_size(self) -> int:
-        """The number of examples in a step; 0 if no batch leaf has more than one."""
-        dims = self.batch_dims
-        return self.graph.dims[dims[0]].sizes[0] if dims else 0
+        """The number that data axes must divide: of examples, unless a reshape splits
+        their dim; 0 if no batch leaf has more than one row."""
+        dims = (self.graph.dims[dim] for dim in self.batch_dims)
+        return math.gcd(*(size for dim in dims for size in dim.sizes))
+
+    @cached_property
+    def num_examples(self) -> int:
+        """The number of examples in a step: the rows (size of the first dim) of a batch
+        leaf; 0 if no batch leaf has more than one row.
+
+        If batch leaves differ in their rows, the examples are those of the leaf whose
+        first dim the most operations of matmuls and other products have (without
+        products: of all operators). Of equal leaves, the examples are those with the
+        most rows. A first dim that indexes positions, because another of these leaves
+        has it as its second dim, comes last.
+        """
+        graph = self.program
+        values = [graph.values[graph.inputs[path]] for path in self.paths("batch")]
+        values = [value for value in values if value.shape and value.shape[0] > 1]
+        numbers = {value.shape[0] for value in values}
+        if len(numbers) < 2:
+            return max(numbers, default=0)
+        work = _flops_by_dim(graph)
+
+        def rank(value: Value) -> tuple[bool, float, int]:
+            rows, dim = value.shape[0], value.dims[0]
+            others = (one.dims[1:2] for one in values if one.shape[0] != rows)
+            return (dim,) not in others, work[dim], rows
+
+        return max(values, key=rank).shape[0]
+
+    @cached_property
+    def _of_examples(self) -> tuple[str, ...]:
+        """Paths of the batch leaves with `num_examples` rows."""
+        graph, rows = self.graph, (self.num_examples,)
+        return tuple(
+            path
+            for path in self.paths("batch")
+            if graph.values[graph.inputs[path]].shape[:1] == rows
+        )
 
     @property
     def is_batch_alike(self) -> bool:
-        """Whether all batch leaves with several rows have equally many rows.
+        """Whether all batch leaves with dims have equally many rows.
 
         Microbatches require this.
         """
-        dims = [self.graph.dims[dim] for dim in self.batch_dims]
-        return len({dim.sizes[0] for dim in dims}) < 2
+        values = (self.graph.values[self.graph.inputs[p]] for p in self.paths("batch"))
+        return len({value.shape[0] for value in values if value.shape}) < 2
 
     @cached_property
     def passes(self) -> Mapping[str, int]:
@@ -494,8 +540,7 @@ class Workload:
             return {}
         program = self.program
         values = {path: program.values[at] for path, at in program.inputs.items()}
-        batch = (values[path] for path in self.paths("batch") if path in values)
-        examples = {value.dims[0] for value in batch if value.dims}
+        examples = {values[p].dims[0] for p in self._of_examples if p in values}
         known = [path for path in self.paths("parameter") if path in values]
         parameters = [program.inputs[path] for path in known]
         return arrays_of_experts(program, parameters, lambda dim: dim, examples)
@@ -511,13 +556,20 @@ class Workload:
         """
         return tuple(path for path, found in self.roles.items() if found == role)
 
-    def _of_batch(self, place: int) -> tuple[int, ...]:
-        found: dict[int, None] = {}
-        for path in self.paths("batch"):
-            value = self.graph.values[self.graph.inputs[path]]
-            if len(value.shape) > place and value.shape[place] > 1:
-                found[self.root(value.dims[place])] = None
-        return tuple(found)
+
+def _flops_by_dim(graph: Graph) -> Mapping[int, float]:
+    """Maps each dim to the operations in a step of the products that have it.
+
+    Products are matmuls, convolutions and kernels. In a program without products, all
+    operators count.
+    """
+    heavy = [op for op in graph.operators if op.kind in PRODUCTS] or graph.operators
+    found: Counter[int] = Counter()
+    for op in heavy:
+        values = (graph.values[index] for index in (*op.inputs, *op.outputs))
+        for dim in {dim for value in values for dim in value.dims}:
+            found[dim] += op.flops * op.trips
+    return found
 
 
 @gc_paused()
@@ -560,7 +612,8 @@ def of_loss(
             auxiliary values.
         optimizer: an optax transform.
         params: tree of arrays or shapes.
-        batch: tree of arrays or shapes; the first dim of each leaf indexes examples.
+        batch: tree of arrays or shapes; the first dim of each leaf with as many rows as
+            the step has examples (`Workload.num_examples`) indexes examples.
         software: the software that runs the step.
     """
 

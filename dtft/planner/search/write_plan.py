@@ -304,7 +304,7 @@ def as_plan(
         collectives=_merged(search, candidate, sent),
         compute=compute,
         dearest=dearest,
-        examples=question.batch_size,
+        examples=question.num_examples,
         at_peak_s=model_at_peak_s(search),
         bound_s=lower_bound_s(question, search.pool),
         roofline=roofline(

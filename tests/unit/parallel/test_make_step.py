@@ -304,6 +304,30 @@ def test_a_table_in_the_batch_is_not_cut_into_parts() -> None:
     assert decide(asked, Cluster.parse("2xcpu")).plan.knobs.microbatches == 1
 
 
+def test_an_array_with_other_rows_is_on_every_device() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean(batch["x"] @ params) * jnp.mean(batch["bias"])
+
+    params = jnp.ones((4, 2))
+    batch = {"x": jnp.arange(256.0).reshape(64, 4) / 256, "bias": jnp.arange(10.0)}
+    asked = of_loss(loss=loss, optimizer=optax.sgd(0.1), params=params, batch=batch)
+    plan = decide(asked, Cluster.parse("8xcpu"), {"replica": 8}).plan
+    assert plan.batch == {"bias": ((),), "x": (("replica",), ())}
+    step = make_step(loss, optax.sgd(0.1), plan)
+    _, value = step.step(step.init(params), batch)
+    assert float(value) == pytest.approx(float(loss(params, batch)), rel=1e-6)
+
+
+def test_a_batch_with_a_single_row_beside_others_has_no_microbatches() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.mean((batch["x"] + batch["shift"]) @ params)
+
+    params, batch = jnp.ones((4, 2)), {"x": jnp.ones((8, 4)), "shift": jnp.ones((1, 4))}
+    asked = of_loss(loss=loss, optimizer=optax.sgd(0.1), params=params, batch=batch)
+    with pytest.raises(ValueError, match="microbatches=2.*at most 1 are possible"):
+        decide(asked, Cluster.parse("1xcpu"), {"microbatches": 2})
+
+
 def test_counts_beside_the_loss_cannot_be_averaged() -> None:
     def loss(params: Any, batch: Any) -> Any:
         return jnp.mean(batch @ params), {"rows": jnp.int32(batch.shape[0])}

@@ -114,3 +114,48 @@ def test_parameters_that_a_step_leaves_alone_are_not_gathered_after_it() -> None
     plan = decide(frozen, Cluster.parse("8xcpu"), {"fsdp": 8, "zero": 1}).plan
     gathered = [c.where for c in plan.collectives if c.kind == "all_gather"]
     assert gathered == ["state/up"]
+
+
+def _attends(params, batch):
+    x_BTD = params["up"][None, None, :, 0] * batch["tokens"][..., None]
+    scores_BTT = jnp.einsum("btd,bsd->bts", x_BTD, x_BTD) + batch["mask"][None]
+    return jnp.mean(scores_BTT @ x_BTD @ params["up"])
+
+
+def _contrasts(params, batch):
+    return jnp.mean(jnp.tanh(batch["x"] @ params["up"]) @ batch["queue"].T)
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch", "expected"),
+    [
+        (loss, {"a": (10,), "x": (64, 64)}, "x"),
+        (loss, {"x": (64, 64), "z": (1024,)}, "x"),
+        (loss, {"rng": (2,), "x": (64, 64), "y": (64, 3)}, "xy"),
+        (loss, {"row": (1, 64), "x": (64, 64)}, "x"),
+        (_attends, {"mask": (32, 32), "tokens": (8, 32)}, ["tokens"]),
+        (_attends, {"mask": (32, 32), "tokens": (64, 32)}, ["tokens"]),
+        (_contrasts, {"queue": (4096, 256), "x": (64, 64)}, "x"),
+    ],
+)
+def test_examples_are_the_rows_that_most_of_the_work_has(loss, batch, expected) -> None:
+    shapes = {name: jax.ShapeDtypeStruct(shape, F32) for name, shape in batch.items()}
+    question = of_loss(loss, ADAM, PARAMS, shapes)
+    (rows,) = {batch[name][0] for name in expected}
+    assert (question.num_examples, question.batch_size) == (rows, rows)
+    graph = question.graph
+    first = {
+        name: graph.values[graph.inputs[f"batch/{name}"]].dims[0] for name in batch
+    }
+    divided = [name for name, dim in first.items() if dim in question.batch_dims]
+    assert divided == [*expected]
+    assert not question.is_batch_alike
+    assert decide(question, Cluster.parse("8xH100")).plan.examples == rows
+
+
+def test_examples_that_a_reshape_splits_are_all_counted() -> None:
+    def grouped(params, batch):
+        return loss(params, {"x": batch["x"].reshape(8, 8, 64)})
+
+    question = of_loss(grouped, ADAM, PARAMS, BATCH)
+    assert (question.num_examples, question.batch_size) == (64, 8)
