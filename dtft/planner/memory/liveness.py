@@ -407,6 +407,10 @@ class _Walk:
         self._outer = set(graph.inputs.values())
         self._outer |= {v for p, v in graph.outputs.items() if p in graph.inputs}
         self._last = self._find_last()
+        self._empty: dict[int, list[CountedLoop]] = defaultdict(list)
+        for loop in graph.loops:
+            if loop.operators[0] == loop.operators[1]:
+                self._empty[loop.operators[0]].append(loop)
         self._summed = {
             value: operator.summed
             for operator in graph.operators
@@ -437,6 +441,8 @@ class _Walk:
         for operator in self.graph.operators:
             made.update(dict.fromkeys(operator.outputs, operator.within))
         for number, loop in enumerate(self.graph.loops):
+            if loop.operators[0] == loop.operators[1]:
+                continue
             for _, inner in loop.sliced:
                 made[inner] = self._loop_stack(number)
         after = self._next_products()
@@ -488,7 +494,9 @@ class _Walk:
     def _scope(self, within: tuple[int, ...], start: int, stop: int) -> Iterable[Event]:
         """Yields the memory events of a loop's body, or of the whole program.
 
-        A loop's body first allocates its slices of the arrays that the loop scans.
+        A loop's body first allocates its slices of the arrays that the loop scans. A
+        loop whose body has no operators, and so only moves arrays, runs before the
+        operator that follows it.
 
         Args:
             within: indices (in `Graph.loops`) of the loop and those around it,
@@ -503,6 +511,7 @@ class _Walk:
             for _, inner in loop.sliced:
                 yield from self._alloc(inner, start, going)
         while number < stop:
+            yield from self._without_operators(number, going)
             operator = self.graph.operators[number]
             if len(operator.within) > len(within):
                 inner = operator.within[len(within)]
@@ -514,9 +523,16 @@ class _Walk:
             for value in going.pop(number, ()):
                 yield Event(value=value, kind="free")
             number += 1
+        if not within:
+            yield from self._without_operators(stop, going)
         for values in going.values():
             for value in values:
                 yield Event(value=value, kind="free")
+
+    def _without_operators(self, number: int, going: _Going) -> Iterable[Event]:
+        """Yields the events of the loops without operators before operator `number`."""
+        for loop in self._empty.pop(number, ()):
+            yield from self._loop((), loop, number, going)
 
     def _loop(
         self, within: tuple[int, ...], loop: CountedLoop, number: int, going: _Going

@@ -13,10 +13,10 @@ from dtft.planner.cluster import Cluster
 from dtft.planner.ir import trace
 from dtft.planner.ir.graph import Graph
 from dtft.planner.ir.op_groups import region
-from dtft.planner.memory.liveness import ROW, InMemory
+from dtft.planner.memory.liveness import ROW, InMemory, follow
 from dtft.planner.memory.peak import LivenessTrace, PeakModel, Timeline
 from dtft.planner.memory.schedule import scheduled
-from dtft.planner.search import Choices, PlanSearch, enumerate_space
+from dtft.planner.search import Choices, PlanSearch, decide, enumerate_space
 from dtft.planner.software import EAGER, MEGATRON, XLA
 from dtft.planner.spmd.partitioner import MICRO, ShardingAssignment
 from dtft.planner.workload import Workload, of_loss
@@ -388,3 +388,38 @@ def test_an_exact_gelu_keeps_its_erfc_and_the_operand_of_it(
         if graph.values[value].shape == (8, 4) and memory.root(value) == {value}
     ]
     assert len(alone) == count
+
+
+def _delayed(x_TD: jax.Array) -> jax.Array:
+    before = jnp.zeros_like(x_TD[0])
+    return jax.lax.scan(lambda before, x: (x, before), before, x_TD)[1]
+
+
+def _delayed_each(x_BTD: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda _, x_TD: (0, _delayed(x_TD)), 0, x_BTD)[1]
+
+
+def _delayed_then_read(x_BTD: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda _, x_TD: (0, jnp.sin(_delayed(x_TD))), 0, x_BTD)[1]
+
+
+@pytest.mark.parametrize(
+    ("delay", "shape"),
+    [(_delayed, (16, 8)), (_delayed_each, (4, 16, 8)), (_delayed_then_read, (4, 9, 8))],
+)
+def test_a_loop_that_only_moves_arrays_has_buffers(delay, shape) -> None:
+    def loss(params, x):
+        late = delay(x @ params["w"])
+        return jnp.mean((late @ params["v"]) ** 2), late
+
+    side = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    asked = of_loss(loss, ADAM, {"w": side, "v": side}, x)
+    loops = [o for o in asked.graph.loops if o.operators[0] == o.operators[1]]
+    assert loops
+    events = follow(asked.graph).events
+    for index in [outer for loop in loops for _, outer in loop.stacked]:
+        kinds = [event.kind for event in events if event.value == index]
+        kinds = [kind for kind in kinds if kind in ("alloc", "complete", "free")]
+        assert kinds == ["alloc", "complete", "free"]
+    assert decide(asked, Cluster.parse("8xcpu")).plan.memory["activations"]
