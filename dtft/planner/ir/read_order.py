@@ -105,7 +105,10 @@ def _first_reads(
         if loop is None:
             yield parameter, begin / done, 1.0
             continue
-        one = 1 / graph.loops[loop].length
+        length = graph.loops[loop].length
+        if not length:  # the loop takes no slice
+            continue
+        one = 1 / length
         yield parameter, begin / done, one
         yield parameter, (begin + (ends[loop] - begin) * (1 - one)) / done, 1 - one
 

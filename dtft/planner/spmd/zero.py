@@ -213,14 +213,14 @@ class Moved:
 
 
 def loop_slices(value: Value, loops: Container[int]) -> int:
-    """Counts the slices that loops take from an array; 1 if no loop slices it.
+    """Counts the slices that loops take from an array; 1 if no loop takes any.
 
     Args:
         value: the array.
         loops: dims (indices into `Graph.dims`) that loops slice.
     """
     along = (s for s, dim in zip(value.shape, value.dims, strict=True) if dim in loops)
-    return math.prod(along)
+    return max(1, math.prod(along))
 
 
 def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Gathered:

@@ -279,3 +279,20 @@ def test_a_workload_knows_its_order() -> None:
     sides = [(matrix(), matrix())] * 2
     asked = of_loss(_loss, optax.sgd(0.1), sides, {"x": matrix()})
     assert asked.read_order == ((0.0, 0.25), (0.75, 1.0))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_layers_that_a_scan_never_runs_are_planned(zero: int) -> None:
+    def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(x @ w), None
+
+    def loss(p: Any, x: jax.Array) -> jax.Array:
+        return (jax.lax.scan(body, x, p["layers"])[0] @ p["head"]).sum()
+
+    params = {"layers": matrix(0), "head": matrix()}
+    assert points(loss, params) == ((0.0, 1.0),)
+    plan = dtft.plan(
+        loss=loss, optimizer=optax.adam(1e-3), params=params, batch=matrix(),
+        cluster="8xH100", fsdp=8, zero=zero,
+    )  # fmt: skip
+    assert plan.prediction.step_s > 0
