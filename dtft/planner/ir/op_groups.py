@@ -441,8 +441,7 @@ def group_operators(
         )
         for k, count in times.items()
     ]
-    readers = Counter(index for op in graph.operators for index in set(op.inputs))
-    readers.update(graph.outputs.values())
+    readers = _num_readers(graph)
     for key, operators in cheap.items():
         group = _merged(graph, operators, _moved(graph, operators, readers))
         fused = group.region == "update"  # its bytes are those after fusion already
@@ -499,19 +498,43 @@ def _moved(
 ) -> float:
     """Returns the bytes that cheap operators over the same dims read and write.
 
-    In the optimizer's update, the operators are one fused loop: only values that enter
-    or leave the loop count. In the forward and the backward pass, all operands and
-    results of each operator count; the factor `OpGroup.moved` (on CPU
-    `Efficiency.fuse`) then leaves out the bytes that fusion saves. `readers` counts for
-    each value the operators that read it.
+    In the optimizer's update, the operators are one fused kernel: only values that
+    enter or leave the kernel count. The operators in the body of each loop of the
+    program are a kernel of their own, which runs in every iteration. In the forward and
+    the backward pass, all operands and results of each operator count; the factor
+    `OpGroup.moved` (on CPU `Efficiency.fuse`) then leaves out the bytes that fusion
+    saves. `readers` has the number of readers of each value (`_num_readers`).
     """
     if region(operators[0]) != "update":
         return sum(graph.bytes_of(op) * op.trips for op in operators)
-    made = {index for op in operators for index in op.outputs}
-    read = Counter(index for op in operators for index in set(op.inputs))
-    kept = {index for index in made if readers[index] > read[index]}
-    outside = (read.keys() - made) | kept
-    return float(sum(graph.values[index].num_bytes for index in outside))
+    kernels: dict[tuple[int, ...], list[Operator]] = defaultdict(list)
+    for operator in operators:
+        kernels[operator.within].append(operator)
+    found = 0.0
+    for together in kernels.values():
+        made = {index for op in together for index in op.outputs}
+        read = Counter(index for op in together for index in set(op.inputs))
+        kept = {index for index in made if readers[index] > read[index]}
+        outside = (read.keys() - made) | kept
+        once = sum(graph.values[index].num_bytes for index in outside)
+        found += once * together[0].trips
+    return found
+
+
+def _num_readers(graph: Graph) -> Counter[int]:
+    """Counts the readers of each value: operators, loops, and the program's caller.
+
+    A loop reads the arrays that it slices, the initial values of what it carries, and
+    the values of its body that it carries on or stacks.
+    """
+    found = Counter(index for op in graph.operators for index in set(op.inputs))
+    found.update(graph.outputs.values())
+    for loop in graph.loops:
+        found.update(outer for outer, _ in loop.sliced)
+        found.update(inner for inner, _ in loop.stacked)
+        for before, _, out, _ in loop.carried:
+            found.update((before, out))
+    return found
 
 
 def _key(graph: Graph, operator: Operator, alias: Mapping[int, int]) -> object:

@@ -1,5 +1,7 @@
 """Operators that cost alike: what an update moves, what functions cost."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,7 +9,7 @@ import pytest
 
 from dtft.planner.ir.op_groups import OpGroup
 from dtft.planner.spmd.partitioner import ShardedSize, ShardingAssignment, work_of
-from dtft.planner.workload import Workload, of_loss
+from dtft.planner.workload import Workload, of_loss, of_step
 
 SIDE = 64
 
@@ -43,6 +45,32 @@ def test_an_update_moves_its_state_once(
     question = _question(optimizer)
     largest = max(_bytes(question, group) for group in _updates(question))
     assert largest == pytest.approx(arrays * 4 * SIDE**2, rel=0.01)
+
+
+@pytest.mark.parametrize("num", [1, 10])
+def test_an_update_in_a_loop_moves_its_state_each_time(num: int) -> None:
+    """A step that scans train steps: of each, Adam moves as much as of a single one."""
+    optimizer = optax.adam(1e-3)
+
+    def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(batch @ params))
+
+    def train(state: Any, batch: jax.Array) -> Any:
+        params, opt_state = state
+        gradient = jax.grad(loss)(params, batch)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), None
+
+    def step(state: Any, batches: jax.Array) -> Any:
+        return jax.lax.scan(train, state, batches)[0]
+
+    weight = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        state = weight, jax.eval_shape(optimizer.init, weight)
+    question = of_step(step, state, jax.ShapeDtypeStruct((num, 32, SIDE), jnp.float32))
+    largest = max(_bytes(question, group) for group in _updates(question))
+    assert largest == pytest.approx(num * 7 * 4 * SIDE**2, rel=0.01)
 
 
 def test_functions_are_counted_apart() -> None:
