@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dtft.planner.cluster import DeviceType, Efficiency, Pool
-from dtft.planner.ir import PRODUCTS, Graph, Operator, item_bits
+from dtft.planner.ir import PRODUCTS, Graph, Operator, item_bits, multiply_add_flops
 from dtft.planner.workload import Workload
 
 # Lower bound of a step's time: the minimal work of all devices, for any plan.
@@ -186,9 +186,10 @@ def matmul_s(
     True
     """
     efficiency = device.efficiency
-    flops = 2.0 * m * n * k * batch
+    each = float(multiply_add_flops(dtype))
+    flops = each * m * n * k * batch
     tiled = flops / shape_factor(device, m, n, k, batch, dtype)
-    tiled += 2.0 * efficiency.x0 * n * k / _aligned(device, n, k, dtype)
+    tiled += each * efficiency.x0 * n * k / _aligned(device, n, k, dtype)
     padded = np.where(np.minimum(m, n) == 1, flops, tiled)
     item_bytes = item_bits(dtype) / 8
     num_bytes = (1.0 * m * k + 1.0 * k * n + 1.0 * m * n) * batch * item_bytes

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         COUNTED,
         MMA_SYNC,
         RUNS_ON,
+        multiply_add_flops,
         register_kernel,
     )
     from dtft.planner.ir.fusion import (
@@ -91,6 +92,7 @@ _PUBLIC = {
     "is_var": "jaxprs",
     "item_bits": "graph",
     "moved_bytes": "fusion",
+    "multiply_add_flops": "flops",
     "num_groups": "ragged",
     "operands_by_group": "ragged",
     "operators": "jaxprs",
@@ -137,6 +139,7 @@ __all__ = [
     "is_var",
     "item_bits",
     "moved_bytes",
+    "multiply_add_flops",
     "num_groups",
     "operands_by_group",
     "operators",

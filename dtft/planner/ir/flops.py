@@ -319,9 +319,13 @@ def _polynomial(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
     return 2 * (len(operands) - 2) * _size(results[0])
 
 
-def _product(operands: Arrays) -> int:
+def multiply_add_flops(dtype: str) -> int:
     """Returns the operations of one multiply-add: 2, or 8 for complex numbers."""
-    return 8 if _is_complex(operands[0]) else 2
+    return 8 if dtype.startswith("complex") else 2
+
+
+def _product(operands: Arrays) -> int:
+    return multiply_add_flops(_name(operands[0].dtype))
 
 
 def _dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) -> float:

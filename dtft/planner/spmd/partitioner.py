@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dtft.planner.cluster import CollectiveKind
-from dtft.planner.ir import PRODUCTS, Graph, Operator, Value
+from dtft.planner.ir import PRODUCTS, Graph, Operator, Value, multiply_add_flops
 from dtft.planner.types import Spec
 
 # Symbolic sizes. The sizes of the axes are given at evaluation, each as one number or
@@ -132,7 +132,7 @@ def product_sizes(
     Returns () if `divides` is empty, or the matmul has no operations.
 
     Args:
-        operator: the matmul, with 2 b m n k operations.
+        operator: the matmul, with b m n k multiply-adds.
         inputs: its operands.
         outputs: its results.
         divides: mesh axes that divide the work along each of m, n, k and b; empty for
@@ -141,7 +141,8 @@ def product_sizes(
     if not divides:
         return ()
     left, right, made = inputs[0].size, inputs[1].size, outputs[0].size
-    depth = operator.flops / (2 * made) if made else 0.0
+    each = multiply_add_flops(inputs[0].dtype)
+    depth = operator.flops / (each * made) if made else 0.0
     if not depth:
         return ()
     rows, columns = left / depth, right / depth

@@ -16,7 +16,12 @@ from hypothesis import strategies as st
 import dtft
 from dtft.planner.cluster import Accuracy, Cluster, CollectiveKind, Curve, Link, Pool
 from dtft.planner.cluster.hardware import LinkKind
-from dtft.planner.cost import DeviceGroup, collective_s, links_at_peak_s
+from dtft.planner.cost import (
+    DeviceGroup,
+    collective_s,
+    links_at_peak_s,
+    matmul_s,
+)
 from dtft.planner.plan import Plan
 from dtft.planner.report.html_report import report_html
 from dtft.planner.report.text import bound, explain
@@ -314,3 +319,23 @@ def test_a_loss_across_examples_has_a_roofline(cluster: str) -> None:
         microbatches=2,
     )
     assert 0 < plan.roofline_s <= plan.prediction.step_s
+
+
+@pytest.mark.parametrize("cluster", ["1xh100", "8xh100", "2xcpu"])
+def test_matmuls_of_complex_numbers_take_four_products_of_reals(cluster: str) -> None:
+    def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        made = batch @ jax.lax.complex(params["real"], params["imag"])
+        return jnp.mean(made.real**2 + made.imag**2)
+
+    side = 4096
+    weight = jax.ShapeDtypeStruct((side, side), jnp.float32)
+    batch = jax.ShapeDtypeStruct((side, side), jnp.complex64)
+    params, optimizer = {"real": weight, "imag": weight}, optax.sgd(0.1)
+    plan = decide(of_loss(loss, optimizer, params, batch), Cluster.parse(cluster)).plan
+    check(plan)
+    device = Cluster.parse(cluster).uniform.device
+    once, reals = (
+        matmul_s(device, side, side, side, dtype=dtype, precision="highest")
+        for dtype in ("complex64", "float32")
+    )
+    assert once == pytest.approx(4 * reals)
