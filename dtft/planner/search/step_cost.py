@@ -157,7 +157,8 @@ class StepCost:
         found["data"] = found["data"] + self.state @ links
         found["optimizer"] = self.optimizer * scales[_SCALE["memory"]]
         found["launch"] = found["launch"] + self.dispatch * scales[_SCALE["launch"]]
-        found["bubble"] = total - mean.sum(0)
+        waits = np.maximum(total - mean.sum(0), 0.0)  # rounding errors may be negative
+        found["bubble"] = np.where(self.counts.sum(-1) > 1, waits, 0.0)
         return {name: found[name] for name in STEP_TERMS}
 
     def take(self, rows: np.ndarray) -> "StepCost":

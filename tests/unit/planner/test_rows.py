@@ -66,6 +66,24 @@ def test_the_pipeline_by_hand() -> None:
     assert sum(terms.values()) == pytest.approx(12)
 
 
+@given(
+    base=st.lists(
+        st.lists(st.floats(1e-6, 1.0), min_size=6, max_size=6), min_size=1, max_size=4
+    ),
+    same=st.booleans(),
+    microbatches=st.integers(1, 64),
+    parts=st.integers(1, 4),
+)
+def test_no_rounding_error_makes_a_bubble_negative(
+    base: list[list[float]], same: bool, microbatches: int, parts: int
+) -> None:
+    cost = made([0.0] * len(base), microbatches, parts)
+    rows = [base[0]] * len(base) if same else base
+    cost = replace(cost, stages=np.array([rows]))
+    (bubble,) = cost.terms(ONE)["bubble"]
+    assert bubble >= 0 and (len(base) > 1 or bubble == 0)
+
+
 def test_what_is_behind_computation_slows_it_down() -> None:
     """Of 3 s beside 2 s of products 1 s is left, and the products take 1.1 x as long;
     activations wait. Of 1 s, the third that is read first has nothing beside it."""
