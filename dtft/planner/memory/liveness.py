@@ -456,9 +456,11 @@ class _Walk:
                         read = after.get(number, number)
                     last[root] = max(last[root], read)
         for loop in self.graph.loops:
-            for before, _, _, _ in loop.carried:
-                for root in self.memory.root(before):
-                    last[root] = max(last[root], loop.operators[0])
+            first, stop = loop.operators
+            read = [before for before, *_ in loop.carried]
+            read += [outer for outer, _ in loop.sliced if first == stop]
+            for root in (root for index in read for root in self.memory.root(index)):
+                last[root] = max(last[root], first)
         for value in self.graph.outputs.values():
             for root in self.memory.root(value):
                 last[root] = len(self.graph.operators)
