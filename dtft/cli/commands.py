@@ -104,8 +104,9 @@ class PlaceFlags:
     """Name of the host; default: this machine's name and the process id."""
     domain: Annotated[str, _told("power=NAME,rack=NAME")] = ""
     """Failure domains of the host."""
-    bind: Annotated[str, _told("HOST:PORT")] = "127.0.0.1:0"
-    """Address on which this host listens for other hosts; port 0: any free port."""
+    bind: Annotated[str, _told("HOST:PORT")] = ""
+    """Address at which this host listens for other hosts; port 0: any free port.
+    Default: port 0 of the address from which this machine reaches etcd."""
 
 
 @dataclass(frozen=True, kw_only=True)

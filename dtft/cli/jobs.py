@@ -31,6 +31,7 @@ from dtft.config import (
     to_json,
 )
 from dtft.drills import (
+    bind_address,
     cluster_options,
     handed_on,
     host_name,
@@ -196,6 +197,7 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
     secret = read_secret(options.job)
     host = host_name(options.place)
     flags = settings(options.host, options.place, host)
+    bind = bind_address(options.place, address)
     directory, extra = prepare_run(experiment)
     arguments = [options.config, *overrides, *extra]
     cluster = experiment.cluster
@@ -214,7 +216,7 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
         run_directory=directory,
         storage_directory=experiment.checkpoint.storage_path(directory),
         config_digest=_digest(experiment),
-        bind=options.place.bind,
+        bind=bind,
         timeouts=experiment.timeouts,
         **_checkpoint_settings(experiment.checkpoint),
         last_step=experiment.stop.steps,
@@ -290,7 +292,6 @@ def serve(options: "ServeCommand", words: list[str]) -> int:
     """
     log_to_stderr()
     config = _serving_config(options, words)
-    check_arena_directory(config.arena_directory)
     (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
     address = store_address(options.job)
     run_at(address, lambda store: ServingHost(config, store, options.hosts))
@@ -299,6 +300,7 @@ def serve(options: "ServeCommand", words: list[str]) -> int:
 
 def _serving_config(options: "ServeCommand", words: list[str]) -> AgentConfig:
     serving = _serve_config(words)  # first: --help needs no store and no secret
+    check_arena_directory(Path(serving.arena_directory))
     address = store_address(options.job)
     secret = read_secret(options.job)
     if options.hosts is not None and options.hosts < 2:
@@ -308,6 +310,7 @@ def _serving_config(options: "ServeCommand", words: list[str]) -> AgentConfig:
         )
     directory = options.run_dir or Path("runs") / options.job.name
     host = host_name(options.place)
+    flags = settings(options.host, options.place, host)
     return dataclasses.replace(
         base_config(
             serving,
@@ -316,9 +319,9 @@ def _serving_config(options: "ServeCommand", words: list[str]) -> AgentConfig:
             store=str(address),
             secret=secret,
         ),
-        bind=options.place.bind,
+        bind=bind_address(options.place, address),
         run_directory=Path(directory).resolve(),
-        **settings(options.host, options.place, host),
+        **flags,
     )
 
 

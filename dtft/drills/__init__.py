@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dtft.drills.bench import measure_tier, run_bench, tier_off
     from dtft.drills.drill import run_drill
     from dtft.drills.options import (
+        bind_address,
         cluster_options,
         handed_on,
         host_name,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dtft.drills.soak import run_soak
 
 _PUBLIC = {
+    "bind_address": "options",
     "cluster_options": "options",
     "handed_on": "options",
     "host_name": "options",
@@ -46,6 +48,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "bind_address",
     "cluster_options",
     "handed_on",
     "host_name",

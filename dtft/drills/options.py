@@ -5,6 +5,7 @@ domain and connections. A wrong flag raises a ValueError before any process of t
 is started.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -14,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.replication import parse_domain_file, parse_domain_label
-from dtft.checkpoint.transport import Tls, check_tls
+from dtft.checkpoint.transport import (
+    Tls,
+    check_tls,
+    format_address,
+    is_loopback,
+    local_host,
+    parse_address,
+)
 from dtft.config import Experiment, load_experiment
 from dtft.elastic.host import check_arena_directory, check_name
 from dtft.elastic.stop_signals import heard_signals
@@ -32,6 +40,10 @@ if TYPE_CHECKING:
         SoakCommand,
     )
     from dtft.elastic.local_cluster import ClusterOptions
+
+
+LOOKUP_S = 10.0
+"""Limit in seconds of the lookup of one name in `bind_address`."""
 
 
 def handed_on(flags: "HostFlags") -> list[str]:
@@ -233,6 +245,83 @@ def store_address(job: "JobFlags") -> StoreAddress:
         prefix=job.store_prefix,
         private=job.store_private,
     )
+
+
+def bind_address(place: "PlaceFlags", store: StoreAddress) -> str:
+    """Returns the address at which a host listens for other hosts, from --bind.
+
+    Without --bind this is the address from which this machine reaches etcd, with port
+    0. If etcd has several members, the first member counts that is not on loopback.
+
+    Raises:
+        ValueError: --bind is not HOST:PORT, or is on loopback although etcd is not; or
+            --bind is not given and no member of etcd leads to an address that hosts on
+            other machines can connect to.
+    """
+    if not place.bind:
+        return format_address(_towards(store), 0)
+    try:
+        host, _ = parse_address(place.bind)
+    except ValueError as error:
+        raise ValueError(f"--bind {place.bind}: {error}") from error
+    with contextlib.suppress(OSError):  # not an address of this host: `listen` says it
+        if is_loopback(local_host(host, LOOKUP_S)) and not any(
+            is_loopback(own) for own in _own_addresses(store)[0]
+        ):
+            raise ValueError(
+                f"--bind {place.bind} is on loopback, so hosts on other machines "
+                f"cannot connect to it, and --store {store} is not on loopback. Leave "
+                "--bind out to listen at the address from which this machine reaches "
+                "etcd, or give another address of this machine, such as 10.0.0.5:0."
+            )
+    return place.bind
+
+
+def _towards(store: StoreAddress) -> str:
+    """Returns the IP address of this machine from which it reaches etcd.
+
+    Raises:
+        ValueError: see `bind_address`.
+    """
+    found, problems = _own_addresses(store)
+    remedy = "give --bind HOST:PORT, an address of this machine, such as 10.0.0.5:0"
+    if not found:
+        raise ValueError(
+            f"--store {store}: no own address leads there ({'; '.join(problems)}). "
+            f"Change --store, or {remedy}."
+        )
+    for own in found:
+        if not is_loopback(own):
+            return own
+    if not any(_is_local_name(host) for host, _ in store.endpoints):
+        raise ValueError(
+            f"--store {store}: this name stands for {found[0]} on this machine, which "
+            "hosts on other machines cannot connect to (see /etc/hosts). If all hosts "
+            f"of the job are on this machine, give --bind {format_address(found[0], 0)}"
+            f". Otherwise {remedy}."
+        )
+    return found[0]
+
+
+def _own_addresses(store: StoreAddress) -> tuple[list[str], list[str]]:
+    """Finds the IP addresses of this machine from which it reaches etcd's members.
+
+    Returns the addresses, in the order of the members, and for each member without one
+    the reason.
+    """
+    found: list[str] = []
+    problems: list[str] = []
+    for host, _ in store.endpoints:
+        try:
+            found.append(local_host(host, LOOKUP_S))
+        except OSError as error:
+            problems.append(f"{host}: {error.strerror or error}")
+    return found, problems
+
+
+def _is_local_name(host: str) -> bool:
+    """Whether a host's name or IP address means loopback on every machine."""
+    return is_loopback(host) or host.partition(".")[0] == "localhost"
 
 
 def host_name(place: "PlaceFlags") -> str:

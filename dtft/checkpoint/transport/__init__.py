@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from dtft.checkpoint.transport.dialing import (
         dial,
         format_address,
+        is_loopback,
+        local_host,
         parse_address,
         with_port,
     )
@@ -82,6 +84,8 @@ _PUBLIC = {
     "dial": "dialing",
     "fetch_slices": "fetch",
     "format_address": "dialing",
+    "is_loopback": "dialing",
+    "local_host": "dialing",
     "no_payload": "connection",
     "parse_address": "dialing",
     "receive_chunks": "push",
@@ -116,6 +120,8 @@ __all__ = [
     "dial",
     "fetch_slices",
     "format_address",
+    "is_loopback",
+    "local_host",
     "no_payload",
     "parse_address",
     "receive_chunks",

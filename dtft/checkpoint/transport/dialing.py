@@ -1,7 +1,8 @@
 """Parses addresses of the form "host:port" and connects to them.
 
-`dial` has one deadline for name lookup and connection together. The host of an address
-is a name, an IPv4 address, or an IPv6 address in brackets, as in URLs.
+`dial` has one deadline for name lookup and connection together. `local_host` finds the
+address of this machine from which it would connect. The host of an address is a name,
+an IPv4 address, or an IPv6 address in brackets, as in URLs.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ from typing import Any
 
 MAX_PORT = (1 << 16) - 1
 _LONGEST = 300  # a DNS name has at most 253 characters
+_ANY_PORT = 9  # no packet is sent to it
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -174,6 +176,50 @@ def _ask(host: str, port: int, flags: int) -> Found:
         reason = f"{host!r} is no name of a host: {error}"
         raise socket.gaierror(socket.EAI_NONAME, reason) from error
     return [(family, address) for family, _, _, _, address in answers]
+
+
+def local_host(host: str, timeout_s: float) -> str:
+    """Returns the IP address of this machine from which it would connect to a host.
+
+    Of several addresses of the host, the first counts to which this machine has a
+    route. Sends no packet to the host.
+
+    Args:
+        host: name or IP address, without brackets.
+        timeout_s: limit for the lookup of the name, in seconds.
+
+    Raises:
+        TimeoutError: the resolver has not answered within `timeout_s` seconds.
+        OSError: the name is not known, or there is no route to the host.
+
+    >>> local_host("127.0.0.1", 1.0)
+    '127.0.0.1'
+    """
+    problem: OSError | None = None
+    for family, target in resolve(host, _ANY_PORT, timeout_s):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(target)  # a datagram socket only chooses its address
+            except OSError as error:
+                problem = problem or error
+                continue
+            return probe.getsockname()[0]
+    raise problem or OSError(f"{host} has no address")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address is one at which only this machine reaches itself.
+
+    False for a name.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("::ffff:127.0.0.1"), is_loopback("::2")
+    (True, True, False)
+    """
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 def unreachable(host: str) -> str | None:

@@ -13,6 +13,8 @@ from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.dialing import (
     dial,
     format_address,
+    is_loopback,
+    local_host,
     parse_address,
     resolve,
     with_port,
@@ -148,3 +150,16 @@ def test_every_address_of_a_host_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(OSError) as caught:
             dial(f"host:{port}", 0.5)
         assert not isinstance(caught.value, ConnectionRefusedError)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_a_host_reaches_itself_over_loopback(host: str) -> None:
+    assert is_loopback(local_host(host, 5.0))
+
+
+def test_another_machine_is_not_reached_over_loopback() -> None:
+    try:
+        found = local_host("192.0.2.1", 5.0)
+    except OSError as error:
+        pytest.skip(f"this machine has no route there: {error}")
+    assert not is_loopback(found)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from dtft import __version__
+from dtft.cli import jobs
 from dtft.cli.commands import COMMANDS
 from dtft.cli.dispatch import main, read
+from dtft.drills import options
 
 
 def code_of(words: list[str]) -> int:
@@ -167,7 +169,7 @@ def test_every_flag_is_read_and_the_rest_is_left(
     line: str, told: dict[str, Any], rest: str
 ) -> None:
     command, words = read(line.split())
-    defaults = {"spares": 0, "bind": "127.0.0.1:0", "timeout": 600.0, "copies": 2}
+    defaults = {"spares": 0, "timeout": 600.0, "copies": 2}
     defaults |= {"deadline": 600.0, "rounds": 3, "verify": 0, "trial": 0, "seed": 0}
     defaults |= {"rate": 0}
     assert {**defaults, **told} == {**defaults, **values(command)}
@@ -314,6 +316,24 @@ def test_the_help_of_an_agent_that_only_serves_explains_it(
     job = ["--job", "j", "--store", "127.0.0.1:1"]
     assert code_of(["agent", "--serve-only", *job, "--help"]) == 0
     assert "ReplicatedCheckpointManager" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("store", "host"),
+    [("192.0.2.1:2379", "192.0.2.7"), ("127.0.0.1:2379", "127.0.0.1")],
+)
+def test_an_agent_listens_at_the_address_from_which_it_reaches_etcd(
+    store: str, host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes = {"192.0.2.1": "192.0.2.7", "127.0.0.1": "127.0.0.1"}
+    monkeypatch.setattr(options, "local_host", lambda to, limit_s: routes[to])
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    job = ["--store", store, "--job", "j", "--secret-file", str(tmp_path / "secret")]
+    job += ["--run-dir", str(tmp_path / "run")]
+    command, words = read(["agent", "digits_cnn", *job])
+    assert jobs._agent_config(command, words).bind == f"{host}:0"
+    command, words = read(["agent", "--serve-only", *job])
+    assert jobs._serving_config(command, words).bind == f"{host}:0"
 
 
 @pytest.mark.parametrize(

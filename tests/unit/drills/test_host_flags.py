@@ -9,8 +9,10 @@ import pytest
 from dtft.checkpoint.transport.connection import check_tls
 from dtft.checkpoint.transport.protocol import Tls
 from dtft.cli.commands import HostFlags, PlaceFlags
-from dtft.drills.options import handed_on, own_certificate
+from dtft.drills import options
+from dtft.drills.options import bind_address, handed_on, own_certificate
 from dtft.drills.options import settings as settings_of
+from dtft.elastic.store import StoreAddress
 
 
 def settings(flags: HostFlags, host: str, domain: str = "") -> dict[str, Any]:
@@ -68,3 +70,64 @@ def test_without_openssl_the_error_says_what_to_do(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="--tls: openssl could not make"):
         own_certificate(HostFlags(), tmp_path)
+
+
+ROUTES = {
+    **{"127.0.0.1": "127.0.0.1", "::1": "::1", "localhost": "127.0.0.1"},
+    **{"etcd": "10.0.0.7", "fd00::9": "fd00::5", "10.0.0.7": "10.0.0.7"},
+    "debian": "127.0.0.1",  # /etc/hosts has a machine's own name at 127.0.1.1
+}
+
+
+def routed(host: str, limit_s: float) -> str:
+    """This machine's address towards a host, as `local_host` finds it."""
+    if host not in ROUTES:
+        raise OSError(2, "Name or service not known")
+    return ROUTES[host]
+
+
+def bound(store: str, bind: str = "") -> str:
+    return bind_address(PlaceFlags(bind=bind), StoreAddress.parse(store))
+
+
+@pytest.mark.parametrize(
+    ("store", "bind", "listens"),
+    [
+        ("127.0.0.1:2379", "", "127.0.0.1:0"),
+        ("[::1]:2379", "", "[::1]:0"),
+        ("localhost:2379", "", "127.0.0.1:0"),
+        ("etcd:2379", "", "10.0.0.7:0"),
+        ("[fd00::9]:2379", "", "[fd00::5]:0"),
+        ("gone:1,127.0.0.1:2379,etcd:2379", "", "10.0.0.7:0"),
+        ("debian:2379,etcd:2379", "", "10.0.0.7:0"),
+        ("etcd:2379", "10.0.0.7:70", "10.0.0.7:70"),
+        ("gone:2379", "10.0.0.7:70", "10.0.0.7:70"),
+        ("etcd:2379,[::1]:2379", "127.0.0.1:0", "127.0.0.1:0"),
+        ("debian:2379", "localhost:0", "localhost:0"),
+        ("etcd:2379", "unknown:0", "unknown:0"),  # refused when the host listens
+    ],
+)
+def test_a_host_listens_where_others_reach_it(
+    monkeypatch: pytest.MonkeyPatch, store: str, bind: str, listens: str
+) -> None:
+    monkeypatch.setattr(options, "local_host", routed)
+    assert bound(store, bind) == listens
+
+
+@pytest.mark.parametrize(
+    ("store", "bind", "text"),
+    [
+        ("etcd:2379", "127.0.0.1:0", "--bind 127.0.0.1:0 is on loopback, .* --store"),
+        ("etcd:1,[fd00::9]:2", "[::1]:0", r"--bind \[::1\]:0 is on loopback"),
+        ("gone:2379", "localhost:0", "--bind localhost:0 is on loopback"),
+        ("etcd:2379", "10.0.0.7", "--bind 10.0.0.7: .*HOST:PORT"),
+        ("gone:1,lost:2", "", "gone: Name or .*; lost: .* give --bind HOST:PORT"),
+        ("debian:2379", "", "stands for 127.0.0.1 on .* give --bind 127.0.0.1:0"),
+    ],
+)
+def test_a_host_that_others_cannot_reach_is_refused(
+    monkeypatch: pytest.MonkeyPatch, store: str, bind: str, text: str
+) -> None:
+    monkeypatch.setattr(options, "local_host", routed)
+    with pytest.raises(ValueError, match=text):
+        bound(store, bind)
