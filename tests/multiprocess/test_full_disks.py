@@ -2,11 +2,13 @@
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from dtft.elastic.faults import full_disks
 from dtft.elastic.faults.full_disks import (
     check_mounts,
     memory_full,
@@ -50,6 +52,23 @@ def test_storage_takes_nothing_new_and_is_as_before_at_the_end(
     assert [path.name for path in storage.iterdir()] == ["old"]
     (storage / "new").write_bytes(bytes(1 << 20))
     assert not os.path.ismount(storage)
+
+
+def test_a_fault_that_cannot_begin_leaves_no_mount(
+    storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = full_disks._run
+
+    def without_overlays(*words: object) -> None:
+        if "overlay" in words:
+            raise RuntimeError("mount: unknown filesystem type 'overlay'")
+        run(*words)
+
+    monkeypatch.setattr(full_disks, "_run", without_overlays)
+    with pytest.raises(RuntimeError, match="unknown filesystem type"):
+        storage_full(storage)
+    assert list(tmp_path.iterdir()) == [storage]
 
 
 def test_memory_is_full_until_the_end(tmp_path: Path) -> None:

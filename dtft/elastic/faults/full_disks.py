@@ -40,21 +40,18 @@ def storage_full(directory: Path) -> Callable[[], None]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     room = Path(tempfile.mkdtemp(prefix="dtft-full-"))
-    _run("mount", "-t", "tmpfs", "-o", f"size={_ROOM}", "dtft", room)
-    upper, work = room / "upper", room / "work"
-    upper.mkdir()
-    work.mkdir()
-    options = f"lowerdir={directory},upperdir={upper},workdir={work}"
-    _run("mount", "-t", "overlay", "-o", options, "dtft", directory)
-    _fill(room / "ballast")
-
-    def end() -> None:
-        _unmount(directory)
-        _unmount(room)
-        with contextlib.suppress(OSError):
-            room.rmdir()
-
-    return end
+    with contextlib.ExitStack() as undone:  # also if the second mount fails
+        undone.callback(_remove, room)
+        _run("mount", "-t", "tmpfs", "-o", f"size={_ROOM}", "dtft", room)
+        undone.callback(_unmount, room)
+        upper, work = room / "upper", room / "work"
+        upper.mkdir()
+        work.mkdir()
+        options = f"lowerdir={directory},upperdir={upper},workdir={work}"
+        _run("mount", "-t", "overlay", "-o", options, "dtft", directory)
+        undone.callback(_unmount, directory)
+        _fill(room / "ballast")
+        return undone.pop_all().close
 
 
 def storage_read_only(directory: Path) -> Callable[[], None]:
@@ -122,6 +119,11 @@ def _fill(path: Path) -> None:
                 file.write(block)
             except OSError:  # a smaller piece may still fit
                 block = block[: len(block) // 2]
+
+
+def _remove(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _unmount(directory: Path) -> None:

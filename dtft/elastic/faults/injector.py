@@ -9,6 +9,7 @@ when its duration is over, also while later faults are pending. The injector kno
 nothing of models and takes no part in the recovery.
 """
 
+import contextlib
 import functools
 import mmap
 import os
@@ -50,6 +51,8 @@ REQUEST_S = 240.0
 HEALED_S = 5.0
 """A fault of phase `healed` waits until all earlier stops, cuts and pauses with a
 duration have been undone for this many seconds."""
+JOIN_S = 10.0
+"""Limit in seconds of the wait for the injector's thread to end."""
 SAMPLE_S = 0.05
 WARM_STEPS = 10
 """Number of first steps left out of measured speeds, because of compilation and cold
@@ -143,6 +146,7 @@ class FaultInjector(threading.Thread):
         self.error: str | None = None
         self._boards: dict[str, ProgressBoard] = {}
         self._slots: tuple[str, ...] = ()
+        self._restarts_due, self._count_lock = 0, threading.Lock()
         self._events = EventReader(cluster.options.run_directory)
         self._read_at = self._log_read_at = self._raised_at = 0.0
 
@@ -176,11 +180,21 @@ class FaultInjector(threading.Thread):
         self._cancelled.set()
 
     def undo_mounts(self) -> None:
-        """Undoes the faults in force that make directories full or read-only; the
-        thread must have ended."""
-        for strike, interruption in self._open:
-            if strike.fault.kind in OF_DIRECTORIES:
-                interruption.end()
+        """Undoes the faults in force that make directories full or read-only.
+
+        Call it after `stop`. First waits up to `JOIN_S` seconds for the thread to end,
+        if it was started. An error of one fault does not keep the others in force.
+        """
+        with contextlib.ExitStack() as undone:
+            undone.callback(self._undo_mounts)
+            if self.ident is not None:
+                self.join(JOIN_S)
+
+    def _undo_mounts(self) -> None:
+        with contextlib.ExitStack() as undone:
+            for strike, interruption in self._open:
+                if strike.fault.kind in OF_DIRECTORIES:
+                    undone.callback(interruption.end)
 
     @property
     def done(self) -> bool:
@@ -221,6 +235,12 @@ class FaultInjector(threading.Thread):
             if strike.fault.holds and not strike.fault.heals
             for host in strike.hosts
         )
+
+    @property
+    def restarts_due(self) -> int:
+        """Number of hosts that are to be started after `rejoin_s` seconds, and have not
+        been started yet."""
+        return self._restarts_due
 
     # ----------------------------------------------------------------- watching
 
@@ -335,9 +355,15 @@ class FaultInjector(threading.Thread):
             raise RuntimeError("no host has the leader key")
         return pair.value.decode()
 
-    def _reached(self, fault: Fault) -> bool:
-        if max(fault.slots, default=-1) >= len(self._slots):
-            return False  # the job has not yet grown to this many slots
+    def _reached(self, fault: Fault, corrupting: Sequence[Fault] = ()) -> bool:
+        """Whether the moment of a fault has come.
+
+        `corrupting` are the `corrupt` faults that take effect together with `fault`.
+        The job must have all slots of these faults. It may have to grow before.
+        """
+        slots = [slot for it in (fault, *corrupting) for slot in it.slots]
+        if max(slots, default=-1) >= len(self._slots):
+            return False
         if fault.phase == "recovery":
             started = bool(self.injected) or fault.step == 0
             return started and self._most("recovering") == 1
@@ -372,7 +398,7 @@ class FaultInjector(threading.Thread):
         while not self._cancelled.is_set():
             self._look()
             self._watch()
-            if self._reached(fault) and self._try(fault, corrupting):
+            if self._reached(fault, corrupting) and self._try(fault, corrupting):
                 return
             time.sleep(POLL_S if self._is_near(fault) else FAR_POLL_S)
 
@@ -424,14 +450,22 @@ class FaultInjector(threading.Thread):
             time.sleep(self._random.uniform(0.0, 0.05))
         for host in victims:
             self._cluster.signal_host(host, signal.SIGSTOP)
-        if fault.phase == "collective" or corrupting:
-            time.sleep(0.15)  # the other hosts arrive in the collective and block
-        elif fault.phase in _PHASE_FIELD and not self._reached(fault):
-            for host in victims:
-                self._cluster.signal_host(host, signal.SIGCONT)
-            return False
-        self._strike(fault, victims, corrupting)
+        with contextlib.ExitStack() as resumed:
+            resumed.callback(self._resume, victims)
+            if fault.phase == "collective" or corrupting:
+                time.sleep(0.15)  # the other hosts arrive in the collective and block
+            elif fault.phase in _PHASE_FIELD and not self._reached(fault):
+                return False
+            self._strike(fault, victims, corrupting)
+            resumed.pop_all()
         return True
+
+    def _resume(self, hosts: Iterable[str]) -> None:
+        """Resumes all processes of hosts (SIGCONT); leaves out hosts that were
+        killed."""
+        for host in hosts:
+            if host in self._cluster.agents:
+                self._cluster.signal_host(host, signal.SIGCONT)
 
     def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
         """Begins a fault that can be undone, such as a stop or a cut (`INTERRUPTIONS`).
@@ -448,12 +482,14 @@ class FaultInjector(threading.Thread):
         if fault.phase in _PHASE_FIELD and not self._reached(fault):
             begun.end()
             return False
-        self._resume_held(fault, victims)
-        self.injected.append(strike)
         self._open.append((strike, begun))
-        if fault.holds and not fault.heals and self._rejoin_s is not None:
-            for _ in victims:
-                self._start_later(functools.partial(self._cluster.start_host))
+        self._resume_held(fault, victims)
+        is_replaced = fault.holds and not fault.heals
+        if is_replaced:
+            self._expect_restarts(len(victims))
+        self.injected.append(strike)
+        for _ in victims * is_replaced:
+            self._start_later()
         return True
 
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
@@ -544,10 +580,11 @@ class FaultInjector(threading.Thread):
         self.injected.append(strike)
 
     def _kill_hosts(self, victims: tuple[str, ...]) -> None:
+        self._expect_restarts(len(victims))
         for host in victims:
             self._boards.pop(host, None)
             self._cluster.kill_host(host)
-            self._come_back(host)
+            self._start_later(host)
 
     def _kill_trainers(self, victims: tuple[str, ...]) -> None:
         for host in victims:
@@ -555,15 +592,34 @@ class FaultInjector(threading.Thread):
                 os.kill(pid, signal.SIGKILL)
             self._cluster.signal_host(host, signal.SIGCONT)
 
-    def _come_back(self, host: str) -> None:
-        if self._rejoin_s is not None:
-            self._start_later(functools.partial(self._cluster.start_host, host))
+    def _expect_restarts(self, count: int) -> None:
+        """Adds to `restarts_due`, unless hosts are not restarted.
 
-    def _start_later(self, start: functools.partial[str]) -> None:
-        assert self._rejoin_s is not None
-        timer = threading.Timer(self._rejoin_s, self._cluster.call_soon, (start,))
-        timer.daemon = True
-        timer.start()
+        Call it before the hosts are lost. Otherwise the drill could end because no host
+        runs and none is due.
+        """
+        if self._rejoin_s is not None:
+            with self._count_lock:
+                self._restarts_due += count
+
+    def _start_later(self, host: str | None = None) -> None:
+        """Starts a host after `rejoin_s` seconds, unless hosts are not restarted.
+
+        `host` is the name of a host that was killed; None: a new host. The caller has
+        counted it with `_expect_restarts`.
+        """
+        if self._rejoin_s is not None:
+            start = functools.partial(self._start_host, host)
+            timer = threading.Timer(self._rejoin_s, self._cluster.call_soon, (start,))
+            timer.daemon = True
+            timer.start()
+
+    def _start_host(self, host: str | None) -> None:
+        try:
+            self._cluster.start_host(host)
+        finally:
+            with self._count_lock:
+                self._restarts_due -= 1
 
     def _corrupt(self, host: str) -> int:
         """Inverts one byte in every 4 KiB of the files in which a host keeps copies.
@@ -617,10 +673,11 @@ class FaultInjector(threading.Thread):
             observer = Observer(
                 store, cluster.store_address, cluster.options.job, cluster.secret
             )
-            strike.reply = change(observer)
-            if strike.fault.kind == "drain" and self._rejoin_s is not None:
-                for _ in strike.hosts:
-                    self._start_later(functools.partial(self._cluster.start_host))
+            reply = change(observer)
+            self._expect_restarts(len(strike.hosts))
+            strike.reply = reply
+            for _ in strike.hosts:
+                self._start_later()
         except Exception as error:
             strike.reply = {"error": str(error)}
             if all(fault.kind in _REQUESTS for fault in self._faults):

@@ -2,7 +2,10 @@
 
 import json
 import os
+import queue
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +18,7 @@ from dtft.checkpoint.managers import ProgressBoard
 from dtft.drills.compare import samples_exactly_once, surviving_segments
 from dtft.elastic.faults import injector as injector_module
 from dtft.elastic.faults.injector import FaultInjector, InjectedFault
+from dtft.elastic.faults.interruptions import Interruption
 from dtft.elastic.faults.schedule import (
     KINDS,
     PHASES,
@@ -258,17 +262,92 @@ def test_a_drain_of_two_hosts_is_one_fault_and_ends_with_its_reply(
 def of_one_host(folder: Path, text: str, **cluster: Any) -> tuple[FaultInjector, Fault]:
     """An injector whose cluster has one host, which has slot 0, and its one fault."""
     (folder / "events.jsonl").write_text('{"event": "assignment", "slots": ["a"]}\n')
+    parts: dict[str, Any] = {"signal_host": lambda host, number: None}
     made = SimpleNamespace(
         agents={"a": None},
         memory_directory=lambda host: folder,
         options=SimpleNamespace(run_directory=folder),
-        signal_host=lambda host, number: None,
-        **cluster,
+        **(parts | cluster),
     )
     fault = parse_fault(text, 1)
     injector = FaultInjector(cast(LocalCluster, made), [fault], seed=0, rejoin_s=None)
     injector._look()
     return injector, fault
+
+
+def test_a_fault_waits_for_the_slots_of_its_corruptions(tmp_path: Path) -> None:
+    injector, fault = of_one_host(tmp_path, "kill-host:0@0")
+    corrupting = [parse_fault("corrupt:1@0", 2)]
+    assert injector._reached(fault) and not injector._reached(fault, corrupting)
+    (tmp_path / "events.jsonl").write_text(
+        '{"event": "assignment", "slots": ["a"]}\n'
+        '{"event": "assignment", "slots": ["a", "b"]}\n'
+    )
+    time.sleep(0.03)  # the log is read every 20 ms
+    injector._look()
+    assert injector._reached(fault, corrupting)
+
+
+def test_a_fault_that_fails_leaves_no_host_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    injector, fault = of_one_host(
+        tmp_path,
+        "kill-host:0@0",
+        signal_host=lambda host, number: signals.append(number),
+    )
+
+    def broken(host: str) -> int:
+        raise OSError(f"{host}: no memory is left")
+
+    monkeypatch.setattr(injector, "_corrupt", broken)
+    with pytest.raises(OSError, match="a: no memory is left"):
+        injector._try(fault, [parse_fault("corrupt:0@0", 1)])
+    assert signals == [signal.SIGSTOP, signal.SIGCONT]
+    assert injector.not_over == ["kill-host:0@0"]
+
+
+def test_killed_hosts_are_due_until_they_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: queue.Queue[Callable[[], object]] = queue.Queue()
+    started: list[str | None] = []
+    injector, fault = of_one_host(
+        tmp_path,
+        "kill-host:0@0",
+        call_soon=asked.put,
+        kill_host=lambda host: seen.append(injector.restarts_due),
+        start_host=started.append,
+    )
+    seen: list[int] = []
+    monkeypatch.setattr(injector, "_rejoin_s", 0.01)
+    assert injector.restarts_due == 0 and injector._try(fault, [])
+    assert seen == [1] and injector.restarts_due == 1
+    asked.get(timeout=20)()
+    assert started == ["a"] and injector.restarts_due == 0
+
+
+def test_mounts_are_undone_although_one_of_them_cannot_be(tmp_path: Path) -> None:
+    undone: list[str] = []
+
+    def busy() -> None:
+        raise RuntimeError("umount: busy")
+
+    injector, _ = of_one_host(tmp_path, "kill-host:0@0")
+    ends = {
+        "full-storage": lambda: undone.append("full-storage"),
+        "readonly-storage": busy,
+        "full-memory": lambda: undone.append("full-memory"),
+        "stop-host:0": lambda: undone.append("stop-host"),  # ends with the cluster
+    }
+    for kind, end in ends.items():
+        strike = InjectedFault(fault=parse_fault(f"{kind}@0:5", 1))
+        injector._open.append((strike, Interruption(pids=(), end=end)))
+    injector.stop()
+    with pytest.raises(RuntimeError, match="busy"):
+        injector.undo_mounts()  # the thread was never started
+    assert sorted(undone) == ["full-memory", "full-storage"]
 
 
 @pytest.mark.parametrize("text", ["kill-trainer:0@0", "stop-trainer:0@0"])
