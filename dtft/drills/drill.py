@@ -37,6 +37,7 @@ from dtft.elastic.faults import (
     unmount_below,
 )
 from dtft.elastic.local_cluster import ClusterOptions, HostPlace, LocalCluster
+from dtft.train import only_run_in
 
 if TYPE_CHECKING:
     from dtft.cli import DrillCommand
@@ -73,8 +74,8 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
         words: overrides of config keys, as typed on the command line.
 
     Raises:
-        ValueError: wrong input, such as a fault that cannot be read; or etcd does not
-            start.
+        ValueError: wrong input, such as a fault that cannot be read; another run uses
+            the run directory, or makes the undisturbed run; or etcd does not start.
         FileNotFoundError: there is no etcd executable.
         SystemExit: CONFIG or a key of it is wrong, or the undisturbed run did not end
             within `DEADLINE_S`.
@@ -95,28 +96,45 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
         arguments += ["--log.every", "1"]  # the losses of all steps are compared
     control = Path(options.control).resolve() if options.control else root / "control"
     faulted = root / "faulted"
-    check_deletable(faulted, "--run-dir")
-    if not _usable(control, experiment, every_loss=compares):
-        check_deletable(control, "--control" if options.control else "--run-dir")
-        print(f"dtft: undisturbed run in {control}", flush=True)
-        ran = _run(experiment, arguments, control, 0, [], options)
-        if not ran.ended_in_time:
-            raise SystemExit(
-                f"dtft: error: {control} did not end in {DEADLINE_S:.0f} s"
-            )
-    names = ", ".join(map(str, faults)) or "no fault"
-    print(f"dtft: faulted run in {faulted}: {names}", flush=True)
-    ran = _run(experiment, arguments, faulted, options.spares, faults, options)
-    record = judge(
-        *(control, faulted, ran.injector, experiment),
-        ended_in_time=ran.ended_in_time,
-        left_behind=ran.left_behind,
-    )
+    with only_run_in(root):
+        check_deletable(faulted, "--run-dir")
+        usable = partial(_usable, control, experiment, every_loss=compares)
+        if not usable():
+            flag = "control" if options.control else "log.run_dir"
+            with only_run_in(control, flag=flag):
+                if not usable():  # another drill may have made it just now
+                    _make_control(experiment, arguments, control, options)
+        names = ", ".join(map(str, faults)) or "no fault"
+        print(f"dtft: faulted run in {faulted}: {names}", flush=True)
+        ran = _run(experiment, arguments, faulted, options.spares, faults, options)
+        record = judge(
+            *(control, faulted, ran.injector, experiment),
+            ended_in_time=ran.ended_in_time,
+            left_behind=ran.left_behind,
+        )
     say(record)
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(record, indent=2) + "\n")
     return 0 if record["ok"] else 1
+
+
+def _make_control(
+    experiment: Experiment,
+    arguments: list[str],
+    control: Path,
+    options: "DrillCommand",
+) -> None:
+    """Runs the undisturbed run in `control`.
+
+    Raises:
+        SystemExit: the run did not end within `DEADLINE_S`.
+    """
+    check_deletable(control, "--control" if options.control else "--run-dir")
+    print(f"dtft: undisturbed run in {control}", flush=True)
+    ran = _run(experiment, arguments, control, 0, [], options)
+    if not ran.ended_in_time:
+        raise SystemExit(f"dtft: error: {control} did not end in {DEADLINE_S:.0f} s")
 
 
 def _faults(experiment: Experiment, options: "DrillCommand") -> list[Fault]:
@@ -230,10 +248,18 @@ def _is_made(directory: Path) -> bool:
 
 
 def _fresh(directory: Path) -> None:
+    """Empties a run's directory, or makes it.
+
+    The directory itself stays, because it may be locked.
+    """
     unmount_below(directory)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / _MADE).touch()
+    for path in directory.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != _MADE:
+            path.unlink()
 
 
 def _settings(
@@ -282,10 +308,10 @@ def _run(
             ended = _wait(cluster, injector, deadline_s)
             left += leftovers.of_ended_hosts(cluster)
         finally:
-            injector.stop()
-            cluster.close()
-        injector.join(10.0)
-        injector.undo_mounts()
+            with contextlib.ExitStack() as last_first:  # an error of one keeps no other
+                last_first.callback(injector.undo_mounts)
+                last_first.callback(cluster.close)
+                last_first.callback(injector.stop)
     left += leftovers.of_job(settings.job, settings.arena_directory, directory)
     left += existing_namespaces(os.getpid()) if network else []
     return Ran(injector=injector, ended_in_time=ended, left_behind=left)
@@ -294,16 +320,24 @@ def _run(
 def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> bool:
     """Waits until all agents have ended, except agents stopped or cut off for ever.
 
+    While the job has not ended, also waits for hosts that --rejoin is about to start.
+
     Returns False if the deadline passes first.
     """
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
-        if cluster.wait(0.1):
-            return True
+        cluster.wait(0.1)
         running = set(cluster.agents) - set(cluster.poll())
         if running <= injector.held:
-            return True
+            if not injector.restarts_due or _has_ended(cluster):
+                return True
+            time.sleep(0.1)
     return False
+
+
+def _has_ended(cluster: LocalCluster) -> bool:
+    """Whether the job's leader has logged the job's end."""
+    return any(event["event"] == "end" for event in cluster.events())
 
 
 def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:

@@ -30,6 +30,7 @@ from dtft.elastic.faults import (
     small_memory,
 )
 from dtft.elastic.processes import run_to_end
+from dtft.train import only_run_in
 
 if TYPE_CHECKING:
     from dtft.cli import SoakCommand
@@ -38,6 +39,9 @@ CLOSING_S = 120.0
 """Seconds that a drill may take beyond the time limits of its two runs."""
 MEMORY_MIB = 512
 """Size of the shared memory of an episode's hosts together."""
+_MARK = ".soak"
+"""Name of the folder in the run directory that a soak locks. The drill of each episode
+locks the run directory itself."""
 _TRACEBACK = "Traceback (most recent call last)"
 _INTENDED = "drill: fail at step"
 """Text in every traceback that a fault of kind `fail` causes."""
@@ -57,8 +61,8 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
         0 if all episodes passed, else 1.
 
     Raises:
-        ValueError: wrong input, the file of --json is of another soak, or etcd does not
-            start.
+        ValueError: wrong input, another soak uses the run directory, the file of --json
+            is of another soak, or etcd does not start.
         FileNotFoundError: there is no etcd executable.
         SystemExit: CONFIG or a key of it is wrong, or the undisturbed run did not end
             in time.
@@ -77,15 +81,16 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
         "seed": options.seed,
     }
     file = Path(options.json) if options.json else root / "soak.json"
-    episodes = former_episodes(file, what)
-    if episodes:
-        print(f"dtft: {len(episodes)} episodes are in {file} already", flush=True)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with _memory(root, job) as memory:
-        for number in range(len(episodes), options.episodes):
-            episode = _episode(options, [*words, *memory], job, number, root)
-            episodes.append(episode)
-            _write(file, what | sums(episodes) | {"records": episodes})
+    with only_run_in(root, mark=_MARK):
+        episodes = former_episodes(file, what)
+        if episodes:
+            print(f"dtft: {len(episodes)} episodes are in {file} already", flush=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with _memory(root, job) as memory:
+            for number in range(len(episodes), options.episodes):
+                episode = _episode(options, [*words, *memory], job, number, root)
+                episodes.append(episode)
+                _write(file, what | sums(episodes) | {"records": episodes})
     for line in lines(sums(episodes)):
         print(line)
     return 0 if all(episode["passed"] for episode in episodes) else 1

@@ -100,17 +100,30 @@ storage directory itself for every step that they write."""
 
 
 @contextmanager
-def only_run_in(directory: Path, storage: Path | None = None) -> Iterator[None]:
+def only_run_in(
+    directory: Path,
+    storage: Path | None = None,
+    *,
+    flag: str = "log.run_dir",
+    mark: str = "",
+) -> Iterator[None]:
     """Makes a run directory and locks it against other runs until the body ends.
 
     The same is done for `storage`, the run's storage directory, unless it is inside of
     the run directory. Directories that stay empty, because the run was refused, are
     removed again. If this process dies, the kernel releases the locks.
 
+    Args:
+        directory: the run directory.
+        storage: the run's storage directory; None: it has none of its own.
+        flag: the flag that sets `directory`, for the error message.
+        mark: name of a folder that is made in `directory` and locked in its place. Runs
+            that are parts of this run can then lock `directory`.
+
     Raises:
         ConfigError: a directory cannot be made or written to, or another run uses it.
     """
-    with _locked(directory, "log.run_dir", directory):
+    with _locked(directory / mark, flag, directory):
         if storage is None or storage.is_relative_to(directory.resolve()):
             yield
             return

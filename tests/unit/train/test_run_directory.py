@@ -52,6 +52,19 @@ def test_a_run_with_storage_inside_of_its_directory_has_one_lock(
         assert not (run / "checkpoints").exists()
 
 
+def test_a_run_of_several_runs_locks_a_mark_and_leaves_its_directory_to_them(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    with only_run_in(run, mark=".soak"):
+        with pytest.raises(ConfigError, match=f"job={run} belongs to a run.*--job to"):
+            with only_run_in(run, mark=".soak", flag="job"):
+                raise AssertionError("entered")
+        with only_run_in(run):
+            (run / "metrics.jsonl").touch()
+    assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
+
+
 def test_a_refused_run_leaves_no_empty_directory(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="refused"):
         with only_run_in(tmp_path / "run"):
