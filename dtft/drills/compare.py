@@ -1,6 +1,7 @@
 """Compares a drill's faulted run with the undisturbed run; makes and prints a record.
 
-The final states must have equal bytes, and every sample must be used exactly once.
+Both runs must end at the same step, the final states must have equal bytes, and every
+sample must be used exactly once.
 
 If the mesh changed, or if load balancing changes the shares (microbatches of each
 replica), the bytes may differ. Then the losses must agree up to rounding, a state
@@ -401,6 +402,13 @@ def judge(
         experiment: the experiment of both runs.
         ended_in_time: whether the faulted run ended before the drill's deadline.
         left_behind: names of the faulted run's leftovers on the machine.
+
+    Returns:
+        The record. `final_step` is the last step in the faulted run's storage,
+        `expected_step` the step that it must be: the undisturbed run's last step, or
+        the last committed step if a fault makes the job end with an error. It is None
+        if the losses decide when a run ends (`stop.metric`) and the two runs' losses
+        are equal only up to rounding.
     """
     events = read_events(faulted)
     ended = [event for event in events if event["event"] == "end"]
@@ -410,6 +418,7 @@ def judge(
     record: dict[str, Any] = {
         "config": experiment.name,
         "final_step": step,
+        "expected_step": None,
         "bit_identical": differing == [],
         "differing_leaves": differing,
         "samples_exactly_once": samples_exactly_once(
@@ -432,9 +441,14 @@ def judge(
         "shares": attempts(faulted),
         **{k: v for k, v in _summary(faulted).items() if k.startswith("test_")},
     }
-    if record["resized"] or record["shares"]:
+    by_losses = bool(record["resized"] or record["shares"])
+    if by_losses:
         segments = surviving_segments(events, step)
         record["loss_curve"] = compare_losses(control, faulted, segments)
+    if record["expected_status"] == "error":
+        record["expected_step"] = _committed(events)
+    elif not (by_losses and experiment.stop.metric):
+        record["expected_step"] = _last_step(control)
     record["ok"] = bool(injector.done) and is_good(record)
     return record
 
@@ -451,12 +465,41 @@ def is_good(record: dict[str, Any]) -> bool:
         same_state = exact and record["loss_curve"]["within_tolerance"]
     return bool(
         same_state
+        and ended_at_expected_step(record)
         and record["samples_exactly_once"]
         and not record["fault_error"]
         and record["status"] == record["expected_status"]
         and record["ended_in_time"]
         and not record["left_behind"]
     )
+
+
+def ended_at_expected_step(record: dict[str, Any]) -> bool:
+    """Whether the last stored step of a drill's faulted run is the one that it must be.
+
+    >>> ended_at_expected_step({"final_step": 50, "expected_step": 300})
+    False
+    """
+    return record["expected_step"] in (None, record["final_step"])
+
+
+def _last_step(run: Path) -> int:
+    """Returns the last step of a run that has ended; 0 if it has stored none.
+
+    The step is in the run's summary, or else the newest in its storage.
+    """
+    found = _summary(run).get("step") or max(storage_steps(_stored(run)), default=0)
+    return int(found)
+
+
+def _committed(events: Events) -> int:
+    """Returns the last committed step of a run; 0 without a commit.
+
+    If the run has restored an older step after its last commit, this is the older step.
+    """
+    kinds = ("commit", "assignment")
+    steps = [event["step"] for event in events if event["event"] in kinds]
+    return steps[-1] if steps else 0
 
 
 def expected_status(injected: Sequence[InjectedFault]) -> str:
@@ -698,6 +741,11 @@ def say(record: dict[str, Any]) -> None:
     )
     if not record["ok"]:
         reason = record["fault_error"] or record["differing_leaves"]
+        if not ended_at_expected_step(record):
+            reason = reason or (
+                f"ended at step {record['final_step']}, not at step "
+                f"{record['expected_step']}"
+            )
         if early := record.get("faults_not_over"):
             reason = reason or f"the job ended before {', '.join(early)}"
         late = "" if record.get("ended_in_time", True) else "not ended in time, "

@@ -19,7 +19,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dtft.config import Experiment
-from dtft.drills.compare import is_good
+from dtft.drills.compare import ended_at_expected_step, is_good
 from dtft.drills.drill import DEADLINE_S
 from dtft.drills.fault_schedule import STEADY, SoakedJob, kinds_of, schedule
 from dtft.drills.options import for_clusters, handed_on
@@ -239,7 +239,7 @@ def judged_episode(
         The record. `passed`: whether the drill's checks hold and no log has an
         unexpected traceback, even if the job ended before some faults. `expects_bits`:
         whether the final state must equal that of the undisturbed run bit for bit.
-        `wrong`: whether the job ended with another state or other samples. `hung`:
+        `wrong`: whether the job ended with another state, step or samples. `hung`:
         whether the job did not end in time.
     """
     expects_bits = not (record["resized"] or record["shares"])
@@ -247,10 +247,14 @@ def judged_episode(
     same = record["bit_identical"] if expects_bits else curve["within_tolerance"]
     hung = not record["ended_in_time"]
     finished = record["status"] == "done" and not hung
+    is_whole = ended_at_expected_step(record)
     whys = {
         "hung": hung,
         f"status {record['status']} {record['message']}".strip(): not finished,
         "another final state": finished and not same,
+        f"ended at step {record['final_step']}, not {record['expected_step']}": (
+            finished and not is_whole
+        ),
         "wrong samples": finished and not record["samples_exactly_once"],
         f"fault: {record['fault_error']}": bool(record["fault_error"]),
         f"left behind: {record['left_behind']}": bool(record["left_behind"]),
@@ -264,7 +268,8 @@ def judged_episode(
         "passed": is_good(record) and not traced,
         "why": why,
         "hung": hung,
-        "wrong": finished and not (same and record["samples_exactly_once"]),
+        "wrong": finished
+        and not (same and is_whole and record["samples_exactly_once"]),
         "expects_bits": expects_bits,
         "bit_identical": record["bit_identical"],
         "not_over": record["faults_not_over"],

@@ -54,6 +54,8 @@ def record(**changes: Any) -> dict[str, Any]:
         "resized": [],
         "shares": [],
         "bit_identical": True,
+        "final_step": 100,
+        "expected_step": 100,
         "samples_exactly_once": True,
         "fault_error": None,
         "faults_not_over": [],
@@ -96,6 +98,8 @@ def test_an_episode_passes_or_says_why() -> None:
     wrong = judged(bit_identical=False)
     assert wrong["wrong"] and wrong["why"] == ["another final state"]
     assert judged(samples_exactly_once=False)["wrong"]
+    early = judged(final_step=50)
+    assert early["wrong"] and early["why"] == ["ended at step 50, not 100"]
     assert not judged(["a.log"])["passed"] and not judged(left_behind=["x"])["passed"]
     assert "FAILED: traceback in a.log" in line_of(judged(["a.log"]))
 
