@@ -3,7 +3,8 @@
 Runs `dtft soak` for each kind of job in turn. The records are kept in a directory, so
 that the same command goes on where it was interrupted. Usage:
 
-    python -m experiments.soak [--episodes 84] [--seed 1] [--directory runs/soak]
+    python -m experiments.soak [--episodes 84] [--seed 1] [--directory runs/soak] \
+        [--only replica]
 """
 
 import argparse
@@ -110,24 +111,62 @@ def drawn(found: Mapping[str, Mapping[str, Any]]) -> "Figure":
     return figure
 
 
+def _recorded(run: Path, seed: int) -> dict[str, Any] | None:
+    """Reads the record of one kind of job; None if it has none.
+
+    Args:
+        run: the run directory of its soak.
+        seed: the seed that the record must have.
+
+    Raises:
+        SystemExit: the record is of another seed.
+    """
+    file = run / "soak.json"
+    if not file.exists():
+        return None
+    record = json.loads(file.read_text())
+    if record["seed"] != seed:
+        raise SystemExit(
+            f"--seed {seed}: {file} is of seed {record['seed']}. Give that seed, or "
+            "another --directory."
+        )
+    return record
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the episodes that are still to come; writes table and figure of all."""
+    """Runs the episodes that are still to come; writes table and figure of all.
+
+    Raises:
+        SystemExit: a flag is wrong; `dtft soak` could not run or took too long; or the
+            directory has records of another seed. Nothing was written then.
+    """
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--episodes", type=int, default=84, help="of each kind of job")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--directory", type=Path, default=Path("runs/soak"))
-    parser.add_argument("--only", default="", help="one kind of job")
+    parser.add_argument(
+        "--only",
+        choices=[*JOBS],
+        help="run only this kind of job; the table has the records of the others, too",
+    )
     asked = parser.parse_args(arguments)
+    for name in JOBS:  # before hours of episodes
+        _recorded(asked.directory / name, asked.seed)
     found: dict[str, dict[str, Any]] = {}
     for name, words in JOBS.items():
         run = asked.directory / name
-        if asked.only in ("", name):
+        if asked.only in (None, name):
             more = ["--episodes", str(asked.episodes), "--seed", str(asked.seed)]
             more += ["--run-dir", str(run)]
             command = [sys.executable, "-m", "dtft.cli", "soak", *words, *more]
-            run_to_end(command, LONGEST_S, sys.stdout)
-        if (run / "soak.json").exists():
-            found[name] = json.loads((run / "soak.json").read_text())
+            code = run_to_end(command, LONGEST_S, sys.stdout)
+            if code not in (0, 1):
+                why = f"code {code}" if code is not None else f"over {LONGEST_S:.0f} s"
+                raise SystemExit(f"{name}: `dtft soak` ended with an error ({why}).")
+        if (record := _recorded(run, asked.seed)) is not None:
+            found[name] = record
+    if not found:
+        raise SystemExit(f"--episodes {asked.episodes}: there is no episode to show.")
     report.write(
         "soak",
         title="Random faults: how often recovery works",

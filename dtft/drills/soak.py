@@ -46,6 +46,15 @@ _TRACEBACK = "Traceback (most recent call last)"
 _INTENDED = "drill: fail at step"
 """Text in every traceback that a fault of kind `fail` causes."""
 
+_UNRECORDED = {
+    "min_replicas": None,
+    "host_flags": [],
+    "deadline": 180.0,
+    "rejoin": 3.0,
+}
+"""Settings that files of soaks before 2026-11-27 lack, with the values that count
+there. They also lack `kinds`, which is then not compared."""
+
 Episode = dict[str, Any]
 """Record of one episode; see `judged_episode`."""
 
@@ -79,6 +88,11 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
         "spares": job.spares,
         "replicas": list(job.sizes),
         "seed": options.seed,
+        "kinds": list(job.kinds),
+        "min_replicas": options.run_flags.min_replicas,
+        "host_flags": handed_on(options.host),
+        "deadline": options.deadline,
+        "rejoin": options.rejoin,
     }
     file = Path(options.json) if options.json else root / "soak.json"
     with only_run_in(root, mark=_MARK):
@@ -364,8 +378,8 @@ def lines(found: dict[str, Any]) -> list[str]:
 def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
     """Reads the episodes of an earlier, interrupted run of the same soak from `file`.
 
-    `what` has the settings of the soak, which the file must have too. Returns [] if the
-    file does not exist.
+    `what` has the settings of the soak, which the file must have too. Settings that an
+    older file lacks count as in `_UNRECORDED`. Returns [] if the file does not exist.
 
     Raises:
         ValueError: the file is of another soak, or cannot be parsed.
@@ -373,7 +387,8 @@ def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
     if not file.exists():
         return []
     try:
-        former = json.loads(file.read_text())
+        former = _UNRECORDED | json.loads(file.read_text())
+        former.setdefault("kinds", what.get("kinds"))
         other = {key: former[key] for key in what if former[key] != what[key]}
         episodes = former["records"]
     except (ValueError, KeyError, TypeError) as error:

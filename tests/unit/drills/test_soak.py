@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.cli.dispatch import main
+from dtft.drills import soak
 from dtft.drills.fault_schedule import STEADY, SoakedJob, kinds_of, schedule
 from dtft.drills.soak import (
     failed_episode,
@@ -19,6 +21,7 @@ from dtft.drills.soak import (
     tracebacks,
 )
 from dtft.elastic.faults.schedule import check_together, parse_fault
+from dtft.train import only_run_in
 
 jobs = st.builds(
     SoakedJob,
@@ -145,6 +148,68 @@ def test_a_soak_goes_on_with_its_own_file_only(tmp_path: Path) -> None:
     assert former_episodes(file, what) == [judged()]
     with pytest.raises(ValueError, match="another soak: {'seed': 1} there"):
         former_episodes(file, what | {"seed": 2})
+    # A file of before these settings were recorded has their defaults.
+    now = {"deadline": 180.0, "rejoin": 3.0, "min_replicas": None, "host_flags": []}
+    now |= what | {"kinds": ["cut"]}
+    assert former_episodes(file, now) == [judged()]
+    for key, value in (
+        ("deadline", 60.0),
+        ("rejoin", 9.0),
+        ("min_replicas", 1),
+        ("host_flags", ["--nixl"]),
+    ):
+        with pytest.raises(ValueError, match=f"of another soak: .'{key}': "):
+            former_episodes(file, now | {key: value})
+    file.write_text(json.dumps(now | {"records": [judged()]}))
+    assert former_episodes(file, now) == [judged()]
+    with pytest.raises(ValueError, match="another soak: {'kinds': .'cut'.} there"):
+        former_episodes(file, now | {"kinds": ["fail"]})
     file.write_text("[]")
     with pytest.raises(ValueError, match="holds no soak"):
         former_episodes(file, what)
+
+
+@pytest.mark.parametrize(
+    ("flags", "differs"),
+    [
+        ([], ""),
+        (["--deadline", "90"], "deadline"),
+        (["--rejoin", "9"], "rejoin"),
+        (["--min-replicas", "1"], "min_replicas"),
+        (["--nixl"], "host_flags"),
+        (["--spares", "2"], "spares"),
+    ],
+)
+def test_a_soak_with_other_flags_is_another_soak(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    differs: str,
+) -> None:
+    monkeypatch.setattr(soak, "_can", lambda check: False)  # no cuts and no mounts
+    monkeypatch.setattr(soak, "_episode", lambda *_: judged())
+    command = ["soak", "digits_cnn", "--run-dir", str(tmp_path / "run")]
+    assert main([*command, "--episodes", "1"]) == 0
+    capsys.readouterr()
+    assert main([*command, *flags, "--episodes", "2"]) == (2 if differs else 0)
+    told = capsys.readouterr()
+    found = json.loads((tmp_path / "run" / "soak.json").read_text())
+    assert found["episodes"] == (1 if differs else 2)
+    assert not differs or f"of another soak: {{'{differs}': " in told.err
+
+
+def test_two_soaks_do_not_share_a_directory(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(soak, "_can", lambda check: False)
+    monkeypatch.setattr(soak, "_episode", lambda *_: judged())
+    command = ["soak", "digits_cnn", "--run-dir", str(tmp_path / "run")]
+    with only_run_in(tmp_path / "run", mark=".soak"):
+        assert main(command) == 2
+    told = capsys.readouterr().err
+    assert f"log.run_dir={tmp_path / 'run'} belongs to a run that has not" in told
+    with only_run_in(tmp_path / "run"):  # as the drill of an episode does
+        assert main([*command, "--episodes", "1"]) == 0

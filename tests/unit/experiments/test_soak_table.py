@@ -1,6 +1,9 @@
 """The table and the figure of a soak, from the records of `dtft soak`."""
 
+import json
 import shlex
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from dtft.cli.dispatch import read
 from dtft.config import parse_experiment
 from dtft.parallel import check_experiment
+from experiments import soak
 from experiments.soak import HEADER, JOBS, drawn, failures, row
 
 
@@ -59,3 +63,55 @@ def test_the_figure_has_gaps_by_rung_and_kinds_of_faults() -> None:
     above, below = drawn({"replica": record()}).axes
     assert above.get_legend_handles_labels()[1] == ["rung 0 (1)"]
     assert len(below.patches) == 2
+
+
+@pytest.fixture
+def soaked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Runs the study with a `dtft soak` that records one episode; lists its reports."""
+    written: list[str] = []
+    monkeypatch.setattr(
+        soak.report, "write", lambda name, **given: written.append(given["command"])
+    )
+
+    def run(*words: str, code: int | None = 0) -> list[str]:
+        def soaks(command: list[str], *_: Any) -> int | None:
+            after = dict(zip(command, command[1:], strict=False))
+            file = Path(after["--run-dir"]) / "soak.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if code in (0, 1):
+                seed = {"seed": int(after["--seed"])}
+                file.write_text(json.dumps(record() | seed))
+            return code
+
+        monkeypatch.setattr(soak, "run_to_end", soaks)
+        soak.main(["--directory", str(tmp_path), *words])
+        return written
+
+    return run
+
+
+def test_a_soak_that_fails_is_shown_and_one_that_cannot_run_ends_the_study(
+    soaked: Callable[..., list[str]],
+) -> None:
+    assert len(soaked("--seed", "1", code=1)) == 1
+    for code in (2, None):
+        with pytest.raises(SystemExit, match="replica: `dtft soak` ended with an err"):
+            soaked("--seed", "1", code=code)
+    assert len(soaked("--seed", "1", "--only", "fsdp")) == 2
+
+
+def test_records_of_another_seed_are_not_shown(
+    soaked: Callable[..., list[str]],
+) -> None:
+    soaked("--seed", "1")
+    for words in ([], ["--only", "fsdp"]):
+        with pytest.raises(SystemExit, match="--seed 2: .*soak.json is of seed 1. Gi"):
+            soaked("--seed", "2", *words)
+
+
+def test_only_a_job_that_is_known_is_soaked(
+    soaked: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        soaked("--only", "replicas")
+    assert "invalid choice: 'replicas'" in capsys.readouterr().err
