@@ -287,7 +287,7 @@ def verify(
 
     Args:
         source: the directory or the live job.
-        step: step of the directory; None: all steps. Not used for a live job.
+        step: step of the directory; None: all steps. Not allowed for a live job.
         rate: bytes per second that each host of a live job may read; 0: no limit.
         timeout_s: limit in seconds for each host of a live job; with `rate`, the time
             that the host needs at this rate is added.
@@ -297,9 +297,14 @@ def verify(
 
     Raises:
         ValueError: wrong input, the job cannot be reached, `rate` is given for a
-            directory, or the directory lacks the step.
+            directory, `step` is given for a job, or the directory lacks the step.
         FileNotFoundError: the directory does not exist.
     """
+    if step is not None and source.job.store:
+        raise ValueError(
+            f"--step {step} is for DIR: the hosts of a live job read all copies that "
+            "they have. Leave --step out, or give DIR instead of --store and --job."
+        )
     if rate and source.directory:
         raise ValueError(
             f"--rate {rate} is for the hosts of a live job, but DIR is "

@@ -253,8 +253,10 @@ class DrillCommand:
 
     def run(self, words: list[str]) -> int:
         """Runs the drill; returns the exit code."""
+        from dtft.cli.out_files import check_writable
         from dtft.drills import run_drill
 
+        check_writable("--json", self.json, folder_is_made=True)
         return run_drill(self, words)
 
 
@@ -293,8 +295,10 @@ class SoakCommand:
 
     def run(self, words: list[str]) -> int:
         """Runs the episodes that are still to come; returns the exit code."""
+        from dtft.cli.out_files import check_writable
         from dtft.drills import run_soak
 
+        check_writable("--json", self.json, folder_is_made=True)
         return run_soak(self, words)
 
 
@@ -312,10 +316,18 @@ class BenchCommand:
     json: _File = ""
     """File to write the figures to."""
 
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(
+                f"--rounds {self.rounds}: Allowed: a whole number, 1 or more."
+            )
+
     def run(self, words: list[str]) -> int:
         """Runs the rounds and compares the step times; returns the exit code."""
+        from dtft.cli.out_files import check_writable
         from dtft.drills import run_bench
 
+        check_writable("--json", self.json)
         return run_bench(self, words)
 
 
@@ -338,7 +350,9 @@ class BenchTransportCommand:
         import tyro
 
         from dtft.checkpoint.transport import TransportBench, bench_transport
+        from dtft.cli.out_files import check_writable
 
+        check_writable("--json", self.json)
         prog = "dtft bench transport"
         figures = bench_transport(tyro.cli(TransportBench, args=words, prog=prog))
         if self.json:

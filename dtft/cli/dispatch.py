@@ -21,6 +21,9 @@ from dtft import __version__
 from dtft.cli.commands import BARE, COMMANDS, WITH_KEYS
 
 _HELP = ("-h", "--help")
+_INPUT = (ValueError, FileExistsError, FileNotFoundError, PermissionError)
+"""Errors of wrong input. Other OSErrors can also come from the machine, such as a full
+disk."""
 _MARKERS = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
 
 
@@ -28,10 +31,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Returns:
-        The command's exit code; 2 after an error message for wrong input, 130 after
-        Ctrl-C, 1 if no process reads stdout any more.
+        The command's exit code; 2 after an error message for wrong input or an error of
+        the operating system, 130 after Ctrl-C, 1 if no process reads stdout any more.
 
     Raises:
+        OSError: `dtft agent` had an error of the operating system that wrong input does
+            not cause.
         SystemExit: help was printed (0), a flag or CONFIG is wrong (2), or the command
             raised it, such as a drill that took too long.
     """
@@ -46,7 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, FileExistsError, FileNotFoundError, PermissionError) as error:
+    except (ValueError, OSError) as error:
+        if given[:1] == ["agent"] and not isinstance(error, _INPUT):
+            raise  # the agent's log then has the traceback
         print(f"dtft: error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:

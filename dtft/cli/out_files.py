@@ -7,17 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def check_writable(flag: str, path: str | None) -> None:
+def check_writable(
+    flag: str, path: str | None, *, folder_is_made: bool = False
+) -> None:
     """Checks that a path is in an existing folder and is no folder itself.
 
     Args:
         flag: the flag with the path, such as `--json`.
         path: path of the file; None or "" if no file is written.
+        folder_is_made: whether the command makes the file's folder if there is none.
 
     Raises:
-        ValueError: the path is a folder, or is in a folder that does not exist.
+        ValueError: the path is a folder, or is in a folder that does not exist and is
+            not made.
     """
-    if path and (not Path(path).absolute().parent.is_dir() or Path(path).is_dir()):
+    if not path:
+        return
+    folder = Path(path).absolute().parent
+    while folder_is_made and not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or Path(path).is_dir():
         raise ValueError(
             f"{flag} {path}: no file can be written there. Allowed: the path of a file "
             "in a folder that exists. Make the folder first, or name another."

@@ -280,11 +280,13 @@ def _read_all(directory: Path, step: int) -> None:
 def copy_step(directory: Path, step: int, target: Path) -> int:
     """Copies the files of a step to another directory; returns their size in bytes.
 
-    The step is read and verified first, and its copy at the end.
+    The step is read and verified first, and its copy at the end. A copy that is
+    interrupted or fails is removed.
 
     Raises:
-        ValueError: the target is the source or has the step already, files of the step
-            are missing, or the step has no fingerprints because stock Orbax wrote it.
+        ValueError: the target is the source or has the step already, the target cannot
+            be written to, files of the step are missing, or the step has no
+            fingerprints because stock Orbax wrote it.
         CheckpointUnreadable: the step is corrupt (then nothing was written), or the
             copy is corrupt.
     """
@@ -293,12 +295,28 @@ def copy_step(directory: Path, step: int, target: Path) -> int:
             f"--to {target} has step {step} already. Give another directory."
         )
     _read_all(directory, step)
-    half = target / f"{step}{UNFINISHED}"
-    shutil.rmtree(half, ignore_errors=True)  # of a copy that was interrupted
-    shutil.copytree(directory / str(step), half)
-    half.rename(target / str(step))
+    size, half = _bytes_below(directory / str(step)), target / f"{step}{UNFINISHED}"
+    shutil.rmtree(half, ignore_errors=True)  # of a copy that was killed
+    try:
+        shutil.copytree(directory / str(step), half)
+        half.rename(target / str(step))
+    except OSError as error:
+        raise ValueError(
+            f"--to {target}: step {step} cannot be copied there ({_reason(error)}). "
+            f"Allowed: a directory, or a path where one can be made, with {size} bytes "
+            "of space. Give another directory."
+        ) from error
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
     _read_all(target, step)
     return _bytes_below(target / str(step))
+
+
+def _reason(error: OSError) -> str:
+    """Returns the reason of an error; of the errors of several files, the first one."""
+    if isinstance(error, shutil.Error) and error.args and error.args[0]:
+        return str(error.args[0][0][-1])
+    return error.strerror or str(error)
 
 
 def _stored(directory: Path) -> "StoredSteps":

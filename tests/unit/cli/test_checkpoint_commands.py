@@ -1,6 +1,8 @@
 """`dtft checkpoint` on a storage directory, and its errors."""
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +111,28 @@ def test_export_is_read_by_stock_orbax(run: Run, storage: Path, tmp_path: Path) 
     assert restored["items"]["position"] == 480
     code, _, error = run("export", storage, "--step", "5", "--to", target)
     assert code == 2 and "has step 5 already" in error
+
+
+def test_a_copy_that_fails_is_removed_and_names_its_target(
+    run: Run, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    code, _, error = run("export", storage, "--to", tmp_path / "file")
+    assert code == 2 and f"--to {tmp_path}/file: step 9 cannot be copied" in error
+    assert "Not a directory" in error and error.count("\n") == 1
+
+    copied = shutil.copytree
+
+    def full(source: str, target: str, **_: Any) -> None:
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    monkeypatch.setattr(
+        shutil, "copytree", lambda of, to, *_: copied(of, to, copy_function=full)
+    )
+    code, _, error = run("export", storage, "--to", tmp_path / "to")
+    assert code == 2 and "No space left on device" in error and "bytes of" in error
+    assert not list((tmp_path / "to").iterdir())
 
 
 def test_a_torn_copy_of_a_step_is_not_offered(run: Run, storage: Path) -> None:
@@ -257,6 +281,7 @@ def test_a_step_of_several_items_is_shown_and_every_one_is_verified(
         (("ls", "/tmp", "--job", "j"), "give either DIR"),
         (("ls", "--store", "s:1"), "both --store HOST:PORT and --job"),
         (("ls", "--job", "j"), "both --store HOST:PORT and --job"),
+        (("verify", "--store", "s:1", "--job", "j", "--step", "3"), "--step 3 is for"),
     ],
 )
 def test_wrong_input_is_one_clear_error(

@@ -1,5 +1,6 @@
 """The commands as they are typed: what reaches the code behind them."""
 
+import errno
 import os
 import re
 import subprocess
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 
 from dtft import __version__
-from dtft.cli import jobs
+from dtft.cli import dispatch, jobs
 from dtft.cli.commands import COMMANDS
 from dtft.cli.dispatch import main, read
+from dtft.cli.out_files import check_writable
 from dtft.drills import options
 
 
@@ -226,6 +228,13 @@ def test_help_after_a_config_has_the_configs_keys_too(
         ("launch digits_cnn --spares -1", ["--spares -1", "0 or more"]),
         ("launch digits_cnn --min-replicas -1", ["--min-replicas -1", "0 or more"]),
         ("plan digits_cnn --trial -1", ["--trial -1", "0 or more"]),
+        ("bench digits_cnn --rounds 0", ["--rounds 0", "1 or more"]),
+        ("bench digits_cnn --json /nothing/b.json", ["--json /nothing/b.json: no"]),
+        ("bench transport --json /nothing/b.json", ["--json /nothing/b.json: no"]),
+        ("drill digits_cnn --json /dev", ["--json /dev: no file can be written"]),
+        ("drill digits_cnn --json /dev/null/a/b", ["--json /dev/null/a/b: no file"]),
+        ("soak digits_cnn --json /dev/null/a/b", ["--json /dev/null/a/b: no file"]),
+        ("soak digits_cnn --json /dev/null/x --run-dir /dev/null/y", ["/dev/null/x"]),
         ("launch digits_cnn --spares", ["--spares", "Missing value"]),
         ("launch digits_cnn --hots 3", ["--hots", "--cluster.hosts"]),
         ("train digits_cnn stray", ["'stray'"]),
@@ -405,4 +414,35 @@ def test_runs_that_are_compared_share_no_storage_directory(
     flag = ["--checkpoint.storage_directory", str(tmp_path / "storage")]
     assert main([command, "digits_cnn", *flag, "--run-dir", str(tmp_path / "run")]) == 2
     assert "Leave --checkpoint.storage_directory out" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "soak.json"),
+        IsADirectoryError(errno.EISDIR, "Is a directory", "soak.json"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+    ],
+)
+def test_an_error_of_the_system_is_one_line_but_in_an_agents_log(
+    error: OSError,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def failing(given: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(dispatch, "_run", failing)
+    assert main(["soak", "digits_cnn"]) == 2
+    assert capsys.readouterr().err == f"dtft: error: {error}\n"
+    with pytest.raises(OSError, match=str(error.strerror)):
+        main(["agent", "digits_cnn"])
+
+
+def test_a_file_may_be_in_a_folder_that_the_command_makes(tmp_path: Path) -> None:
+    path = str(tmp_path / "new" / "drill.json")
+    check_writable("--json", path, folder_is_made=True)
+    with pytest.raises(ValueError, match=f"--json {path}: no file can be written"):
+        check_writable("--json", path)
     assert not list(tmp_path.iterdir())
