@@ -321,7 +321,12 @@ def _own_addresses(store: StoreAddress) -> tuple[list[str], list[str]]:
 
 def _is_local_name(host: str) -> bool:
     """Whether a host's name or IP address means loopback on every machine."""
-    return is_loopback(host) or host.partition(".")[0] == "localhost"
+    name = host.lower()
+    return (
+        is_loopback(host)
+        or name.startswith("localhost.")
+        or name.endswith(("localhost", "localhost6"))
+    )
 
 
 def host_name(place: "PlaceFlags") -> str:

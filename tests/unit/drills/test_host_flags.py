@@ -74,6 +74,7 @@ def test_without_openssl_the_error_says_what_to_do(
 
 ROUTES = {
     **{"127.0.0.1": "127.0.0.1", "::1": "::1", "localhost": "127.0.0.1"},
+    **{"ip6-localhost": "::1", "localhost.localdomain": "127.0.0.1"},
     **{"etcd": "10.0.0.7", "fd00::9": "fd00::5", "10.0.0.7": "10.0.0.7"},
     "debian": "127.0.0.1",  # /etc/hosts has a machine's own name at 127.0.1.1
 }
@@ -96,6 +97,8 @@ def bound(store: str, bind: str = "") -> str:
         ("127.0.0.1:2379", "", "127.0.0.1:0"),
         ("[::1]:2379", "", "[::1]:0"),
         ("localhost:2379", "", "127.0.0.1:0"),
+        ("ip6-localhost:2379", "", "[::1]:0"),
+        ("localhost.localdomain:2379", "", "127.0.0.1:0"),
         ("etcd:2379", "", "10.0.0.7:0"),
         ("[fd00::9]:2379", "", "[fd00::5]:0"),
         ("gone:1,127.0.0.1:2379,etcd:2379", "", "10.0.0.7:0"),
