@@ -8,6 +8,7 @@ The search is deterministic.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -82,7 +83,7 @@ def split(
     """
     row = _Row(seconds, num_bytes, capacity)
     kinds = row.kinds()
-    states = np.prod([len(nodes) + 1 for nodes in kinds])
+    states = math.prod(len(nodes) + 1 for nodes in kinds)
     if states <= _MOST_STATES:
         return row.best(lambda limit: row.in_any_order(kinds, limit))
     found = [

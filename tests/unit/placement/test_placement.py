@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtft.placement.api import place, place_tasks
+from dtft.placement.heuristics import split
 from dtft.placement.kernels import Kernels
 from dtft.placement.list_scheduler import as_they_come, by_rank, schedule
 from dtft.placement.nodes import Nodes
@@ -431,6 +432,15 @@ def test_memory_of_what_nothing_reads_any_more_is_used_again() -> None:
     tasks = chain([[1.0]] * 5, 4.0)
     placement = place_tasks(tasks, Nodes.joined([8.0]))
     assert placement.memory_bytes == (8,)
+
+
+def test_items_are_split_over_very_many_unlike_nodes() -> None:
+    # 2^64 numbers of used nodes, which is 0 modulo 2^64.
+    rows = split(np.ones((70, 1)) * (1 + np.arange(64) / 64))
+    assert rows is not None
+    ends = [0, *(row.stop for row in rows)]
+    assert [row.start for row in rows] == ends[:-1] and ends[-1] == 70
+    assert max(row.stop - row.start for row in rows) == 2
 
 
 def test_the_seeds_plain_order_is_there() -> None:
