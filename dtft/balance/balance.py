@@ -372,12 +372,19 @@ def _gain(
     return 1 - is_s / was_s, max(here.error, there.error)
 
 
+_LEAST_WEIGHT = 0.001
+"""Least weight of a node under `proportional`, relative to the mean weight. Without a
+limit, the weight of a node that already has its least load would fall in every round:
+it would take as many rounds to rise again, and in the end become 0."""
+
+
 def _proportional(
     now: Balance[Division], busy: Floats
 ) -> tuple[Division, Floats, float, float]:
     """Raises the weights of nodes that wait longer than the mean; lowers the others.
 
-    `busy` has the seconds of local work of each node in each step, `[steps, n]`.
+    The new weights have a mean of 1, and then none is below `_LEAST_WEIGHT`. `busy` has
+    the seconds of local work of each node in each step, `[steps, n]`.
 
     Returns:
         The division by the new weights (the candidate), the new weights, the gain and
@@ -386,7 +393,9 @@ def _proportional(
     """
     wait = waits(busy).mean(0)
     step_s = float(busy.max(1).mean())
-    weights = now.weights * (1 + now.rules.step * (wait - wait.mean()) / step_s)
+    before = now.weights / now.weights.max()  # those of a checkpoint may be near 1e308
+    weights = before * (1 + now.rules.step * (wait - wait.mean()) / step_s)
+    weights = np.maximum(weights / weights.mean(), _LEAST_WEIGHT)
     candidate = now.work.by_weight(weights)
     same = np.array_equal(now.work.load(candidate), now.work.load(now.division))
     return candidate, weights, 0.0 if same else 1.0, 0.0

@@ -1,5 +1,6 @@
 """The loop over simulated nodes: it stops, near the optimum, and drift re-opens it."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,31 @@ def test_the_proportional_rule_moves_weights_against_waits() -> None:
     # w *= 1 + 0.3 (wait - mean) / T with waits 32 and 0 of 64 seconds.
     assert after.weights.tolist() == [1 + 0.3 * 16 / 64, 1 - 0.3 * 16 / 64]
     assert after.division.tolist() == [34, 30]
+
+
+@pytest.mark.parametrize("cap", [None, (7, 8)])
+def test_proportional_weights_of_a_node_with_the_least_share_stay_bounded(
+    cap: tuple[int, int] | None,
+) -> None:
+    work = Microbatches(num_nodes=2, total=8, cap=cap)
+    balance = Balance.begin(work, Rules(policy="proportional"))
+    for _ in range(600):
+        balance = balance.after([balance.division * np.array([1.0, 100.0])])
+    assert balance.division.tolist() == [7, 1]
+    assert 0.001 <= balance.weights.min() and balance.weights.max() <= 2.0
+    for _ in range(60):  # the slow node is as fast as the other again
+        balance = balance.after([balance.division * 1.0])
+    assert balance.division.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("recorded", [[1.7e308, 0.0], [1.7e308, 1.7e308]])
+def test_the_proportional_rule_goes_on_from_recorded_weights_of_any_size(
+    recorded: list[float],
+) -> None:
+    begun = replace(begin(2, 8, "proportional"), weights=np.array(recorded))
+    after = begun.after([[4.0, 400.0]])
+    assert after.division[0] > 4
+    assert 0.001 <= after.weights.min() and after.weights.max() <= 2.0
 
 
 def test_the_proportional_rule_does_not_stop_where_exact_does() -> None:
