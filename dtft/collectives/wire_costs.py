@@ -97,8 +97,8 @@ def measure_wires(
         mesh: Devices of the reduction.
         axis_name: Mesh axis of the reduction.
         sizes: Rows n of the matrices, 1 or more each.
-        wires: Wire formats to compare. Leave "cholesky" out if the jitter or the
-            rounding of factors is not acceptable.
+        wires: Wire formats to compare; they run in the order of `WIRES`. Leave
+            "cholesky" out if the jitter or the rounding of factors is not acceptable.
         dtype: Floating dtype of the matrices.
         wire_dtype: Dtype to which matrices, or their factors, are rounded before
             sending; None for no rounding.
@@ -114,6 +114,8 @@ def measure_wires(
     True
     """
     _check(mesh, axis_name, sizes, wires, rounds)
+    # The order of a set differs between processes; that of collectives must not.
+    wires = [wire for wire in WIRES if wire in wires]
     seconds: dict[int, dict[Wire, float]] = {}
     for n in sizes:
         programs: dict[Wire, jax.stages.Wrapped] = {

@@ -383,6 +383,14 @@ def test_wires_are_measured_on_the_mesh() -> None:
         all_reduce_symmetric(jnp.eye(2), None, costs=costs)
 
 
+def test_wires_run_in_one_order_however_they_are_given() -> None:
+    mesh = jax.make_mesh((2,), ("replica",), (AxisType.Auto,))
+    orders: list[Any] = [["cholesky", "full"], {"full", "cholesky"}]
+    for wires in orders:
+        costs = measure_wires(mesh, "replica", [4], wires=wires, rounds=1)
+        assert list(costs.seconds[4]) == ["full", "cholesky"]
+
+
 @pytest.mark.parametrize("seconds", [{}, {4: {}}, {0: {"full": 1.0}}])
 def test_costs_that_hold_nothing_are_refused(seconds: Any) -> None:
     with pytest.raises(ValueError, match=r"seconds={.* Allowed: .*measure_wires"):
