@@ -18,6 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dtft.calibration import agreed
+from dtft.checkpoint.state import (
+    from_paths,
+    to_paths,
+    with_plain_keys,
+    with_typed_keys,
+)
 from dtft.parallel.plan_shardings import mesh_of
 from dtft.parallel.planning.planned_step import step_of
 from dtft.planner import wording
@@ -74,7 +80,7 @@ class Runner:
         platform = mesh.devices.flat[0].platform
         self._step, self._start = step_of(plan, given, mesh, platform)
         shardings = self._step.batch_shardings(given["batch"])
-        self._batch = jax.tree.map(_placed, _filled(given["batch"]), shardings)
+        self._batch = _placed(_filled(given["batch"]), shardings)
 
     def start(self) -> None:
         """Makes the state and runs an untimed step, which also compiles the step."""
@@ -199,7 +205,8 @@ def trial_section(tried: Sequence[TriedPlan]) -> Section:
 def _filled(tree: Any) -> Any:
     """Replaces ShapeDtypeStructs by arrays of small random floats, or of 0 and 1.
 
-    Integers are 0 and 1 because they may be indices.
+    Integers are 0 and 1 because they may be indices. The words of PRNG keys are 0 and 1
+    too.
     """
     values = 0.02 * np.random.default_rng(0).standard_normal(1021)
 
@@ -209,10 +216,23 @@ def _filled(tree: Any) -> Any:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         return np.resize(values if floating else [0, 1], leaf.shape).astype(leaf.dtype)
 
-    return jax.tree.map(one, tree)
+    leaves = to_paths(tree)
+    filled = {path: one(leaf) for path, leaf in with_plain_keys(leaves).items()}
+    return from_paths(tree, with_typed_keys(filled, leaves))
 
 
-def _placed(array: Any, sharding: Any) -> jax.Array:
-    """Makes a sharded global array from an array that every process has whole."""
-    whole = np.asarray(array)
-    return jax.make_array_from_callback(whole.shape, sharding, lambda at: whole[at])
+def _placed(tree: Any, shardings: Any) -> Any:
+    """Makes sharded global arrays from a tree of arrays that every process has whole.
+
+    `shardings` has a sharding for each leaf of the tree.
+    """
+    leaves, of_leaves = to_paths(tree), to_paths(shardings)
+
+    def one(path: str, leaf: Any) -> jax.Array:
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(
+            whole.shape, of_leaves[path], lambda at: whole[at]
+        )
+
+    placed = {path: one(path, leaf) for path, leaf in with_plain_keys(leaves).items()}
+    return from_paths(tree, with_typed_keys(placed, leaves))

@@ -53,6 +53,29 @@ def test_a_plan_of_either_entry_is_run_from_shapes(given: dict[str, Any]) -> Non
     assert len(times) == 3 and min(times) > 0
 
 
+def _noisy(state: dict[str, Any], batch: dict[str, Any]) -> tuple[Any, jax.Array]:
+    noise = jax.vmap(lambda key: jax.random.normal(key, (WIDTH,)))(batch["keys"])
+    after, value = _step({"w": state["w"]}, batch["x"] + noise)
+    return {**after, "key": jax.random.split(state["key"], 1)[0]}, value
+
+
+def test_a_plan_with_prng_keys_is_run_from_arrays_and_from_shapes() -> None:
+    keys = {
+        "key": jax.random.key(1, impl="rbg"),
+        "keys": jax.random.split(jax.random.key(0), 32),
+    }
+    shapes = jax.eval_shape(lambda: keys)
+    for one in (keys, shapes):
+        given: dict[str, Any] = {
+            "step": _noisy,
+            "state": {**PARAMS, "key": one["key"]},
+            "batch": {"x": BATCH, "keys": one["keys"]},
+        }
+        runner = Runner(dtft.plan(**given, replica=8), given)
+        ((seconds,),) = in_turns([runner], rounds=1, turn_s=0.0)
+        assert seconds > 0
+
+
 def test_the_trial_of_a_config_reads_its_data() -> None:
     """Equal indices would take longer on a GPU than those that a run has."""
     experiment = parse_experiment("chars_transformer", [])
