@@ -84,7 +84,14 @@ class Runner:
 
     def start(self) -> None:
         """Makes the state and runs an untimed step, which also compiles the step."""
-        self._state = self._step.init(_filled(self._start))
+        given = jax.tree.leaves(self._start)
+        leaves, structure = jax.tree.flatten(self._step.init(_filled(self._start)))
+        if self.plan.entry == "step":
+            # The first step would donate the arrays that `init` shares with the caller.
+            for place, leaf in enumerate(given):
+                if isinstance(leaf, jax.Array):
+                    leaves[place] = leaves[place].copy()
+        self._state = jax.tree.unflatten(structure, leaves)
         self.step_s(1)
 
     def stop(self) -> None:

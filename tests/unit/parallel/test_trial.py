@@ -76,6 +76,13 @@ def test_a_plan_with_prng_keys_is_run_from_arrays_and_from_shapes() -> None:
         assert seconds > 0
 
 
+def test_the_arrays_of_a_state_stay_usable() -> None:
+    state = {"w": jnp.ones((WIDTH, WIDTH)), "key": jax.random.key(0)}
+    batch = {"x": BATCH, "keys": jax.random.split(jax.random.key(1), 32)}
+    dtft.plan(step=_noisy, state=state, batch=batch, trial=2)
+    jax.block_until_ready(state)  # raises for deleted arrays
+
+
 def test_the_trial_of_a_config_reads_its_data() -> None:
     """Equal indices would take longer on a GPU than those that a run has."""
     experiment = parse_experiment("chars_transformer", [])
