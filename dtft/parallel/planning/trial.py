@@ -3,7 +3,8 @@
 Predicted step times have errors, so the plan with the shortest predicted step may not
 be the fastest. A trial measures whole steps, as `make_step` and `plan.jit` run them.
 The plans take turns, so that a slow moment of the machine does not affect one plan
-only. All processes of a job must call these functions together.
+only. If the devices cannot hold the states and batches of all plans, the plans run one
+after another. All processes of a job must call these functions together.
 """
 
 import math
@@ -153,6 +154,9 @@ def try_plans(
 ) -> tuple[TriedPlan, ...]:
     """Runs the planner's best few plans; returns the fastest measured plan first.
 
+    The plans take turns. If the devices cannot hold the states and batches of all
+    plans, each plan runs alone, and is freed before the next begins.
+
     Args:
         decision: the planner's selection, with all candidates.
         given: the arguments of `dtft.plan`, as for `Runner`.
@@ -180,12 +184,30 @@ def try_plans(
             f"trial={num}: dtft can run none of the best {num} plans, which what_if "
             "allows. Try more plans, or leave what_if out."
         )
-    runners = [Runner(one.plan, given) for one in candidates]
+    plans = [one.plan for one in candidates]
+    if _fit_together(plans):
+        times = in_turns([Runner(plan, given) for plan in plans])
+    else:
+        times = [in_turns([Runner(plan, given)])[0] for plan in plans]
     tried = [
-        TriedPlan(decision=one, step_s=median(times))
-        for one, times in zip(candidates, in_turns(runners), strict=True)
+        TriedPlan(decision=one, step_s=median(turns))
+        for one, turns in zip(candidates, times, strict=True)
     ]
     return tuple(sorted(tried, key=lambda one: one.step_s))
+
+
+_HELD = ("parameters", "optimizer", "batch")
+"""Terms of `Plan.memory` that a `Runner` also holds between its turns."""
+
+
+def _fit_together(plans: Sequence[Plan]) -> bool:
+    """Whether the devices can hold the states and batches of all plans while any of the
+    plans runs a step."""
+    held = [sum(plan.memory.get(term, 0) for term in _HELD) for plan in plans]
+    in_step = max(
+        plan.memory_bytes - own for plan, own in zip(plans, held, strict=True)
+    )
+    return sum(held) + in_step <= min(plan.capacity_bytes for plan in plans)
 
 
 def trial_section(tried: Sequence[TriedPlan]) -> Section:
@@ -201,11 +223,14 @@ def trial_section(tried: Sequence[TriedPlan]) -> Section:
         )
         for one in tried
     ]
+    how = "in turns"
+    if not _fit_together([one.plan for one in tried]):
+        how = "one after another, as their states do not fit together"
     return Section(
         title="Trial",
         columns=("mesh", "knobs", "predicted", "measured"),
         rows=tuple(rows),
-        notes=("Run on the devices here, in turns; the first is taken.",),
+        notes=(f"Run on the devices here, {how}; the first is taken.",),
     )
 
 

@@ -1,5 +1,7 @@
 """Trials: the best few plans run here, the fastest measured is taken."""
 
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,8 +13,10 @@ import pytest
 import dtft
 from dtft.cli.dispatch import main
 from dtft.config.loading import parse_experiment
-from dtft.parallel.planning import asked_of, first_batch
+from dtft.parallel.planning import asked_of, first_batch, trial
 from dtft.parallel.planning.trial import Runner, in_turns, trial_section, try_plans
+from dtft.planner.plan import Plan
+from dtft.planner.search import Decision, next_best
 
 WIDTH = 16
 PARAMS = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
@@ -42,6 +46,46 @@ def test_the_fastest_measured_is_the_first() -> None:
     assert len(shown.rows) == 2 and shown.rows[0][0].startswith(
         next(iter(tried[0].plan.mesh))
     )
+
+
+@pytest.mark.parametrize(("spare", "most"), [(0, 1), (10**6, 3)])
+def test_plans_that_do_not_fit_together_run_one_after_another(
+    spare: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decision = dtft.plan(**LOSS).decision
+    assert decision is not None
+    runners: list[weakref.ref[Runner]] = []
+    held: list[int] = []
+
+    class Fake(Runner):
+        """Records how many runners there are at each step, and runs none."""
+
+        def __init__(self, plan: Plan, given: Any) -> None:
+            del given
+            self.plan = plan
+            runners.append(weakref.ref(self))
+
+        def start(self) -> None:
+            pass
+
+        def step_s(self, num: int) -> float:
+            held.append(sum(runner() is not None for runner in runners))
+            return float(num)
+
+    def almost_full(decision: Decision, num: int) -> list[Decision]:
+        found = next_best(decision, num)
+        capacity = max(one.plan.memory_bytes for one in found) + spare
+        return [
+            replace(one, plan=replace(one.plan, capacity_bytes=capacity))
+            for one in found
+        ]
+
+    monkeypatch.setattr(trial, "Runner", Fake)
+    monkeypatch.setattr(trial, "next_best", almost_full)
+    tried = try_plans(decision, LOSS, 3)
+    assert len(tried) == 3 and max(held) == most
+    (note,) = trial_section(tried).notes
+    assert ("one after another" in note) is (most == 1)
 
 
 @pytest.mark.parametrize("given", [LOSS, STEP], ids=["loss", "step"])
