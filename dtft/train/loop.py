@@ -95,8 +95,9 @@ def run(experiment: Experiment, runtime: Runtime) -> Result:
             batch = feed.take(step)
             runtime.entered(phase, step)
             if phase == "compile":
-                if balancer is None:
-                    runtime.compile(train_step, batch.arrays)
+                runtime.compile(train_step, batch.arrays)
+                if balancer is not None:
+                    balancer.prepare(batch.arrays)
                 runtime.await_peers()
             state, metrics = run_step(state, batch.arrays)
             runtime.entered("step", step)

@@ -118,7 +118,7 @@ class Runtime(Protocol):
     def await_peers(self) -> None:
         """Waits until all processes are ready for the first step.
 
-        Called when this process has compiled the step.
+        Called when this process has compiled the programs of its steps.
         """
         ...
 

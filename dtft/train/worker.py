@@ -326,7 +326,7 @@ class AgentRuntime:
             self._manager.close()
 
     def await_peers(self) -> None:
-        """Waits until the processes of all slots have compiled their step.
+        """Waits until the processes of all slots have compiled their steps.
 
         Otherwise the first process that has compiled would wait for the other processes
         in a collective, which has its own timeout.

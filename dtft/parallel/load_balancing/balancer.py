@@ -83,7 +83,7 @@ class Balancer:
         self._train_step, self._config, self._names = train_step, config, names
         self._balance, self._log, self._step = begin.balance, log, step
         self._num_own = len(own_replicas(train_step.mesh))
-        self._timing, self._prepared = timing or Probe(train_step), False
+        self._timing, self._has_begun = timing or Probe(train_step), False
         self.feed = SharedFeed(source, train_step, begin.balance.division.tolist())
         """Feed that makes the batches with the current shares."""
         self.items: dict[str, Any] = balance_log.to_items(begin.balance, names)
@@ -100,27 +100,34 @@ class Balancer:
         estimated."""
         return self._balance
 
+    def prepare(self, batch: Arrays) -> None:
+        """Compiles the programs of timed steps; runs none of them.
+
+        Must be called before the first step. No process waits for another one here.
+        `batch` is a batch of `feed`.
+        """
+        self._timing.prepare(batch)
+
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """Runs the next step. `state` is donated, so it cannot be used afterwards.
 
         Returns the new state and the metrics.
         """
         self._step += 1
-        if not self._prepared:
+        if not self._has_begun:
             return self._first(state, batch)
         return self._next(state, batch)
 
     def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
-        """Compiles the programs of timed steps, then runs this process's first step.
+        """Runs this process's first step.
 
         Before that step the gathers of times and of shares are run once, which compiles
         the gathers. So the times of timed steps do not include compilation. Returns the
         new state and the metrics.
         """
-        self._timing.prepare(batch)
         for columns in (self._config.probes, len(self._names)):
             self._told(np.zeros((self._num_own, columns)))
-        self._prepared = True
+        self._has_begun = True
         state, metrics = self._next(state, batch)
         if self._free is None:
             self._free = self._step, self._timing.idle_at(state)

@@ -99,6 +99,7 @@ class Job:
             batch = balancer.feed.take(step)
             rows += batch.rows
             shares.append(np.asarray(batch.arrays[COUNTS]).tolist())
+            balancer.prepare(batch.arrays)
             state, _ = balancer.step(state, batch.arrays)
             balancer.feed.prepare(step + 1)
         return state, rows, shares
@@ -269,6 +270,36 @@ def test_a_round_says_why_shares_stay_and_who_changed() -> None:
     assert noisy.endswith(": settled, gain 3.1% below 6.2% (noise)")
     assert "below 1.0% (least gain)" in line(SPEEDS, gain=0.005, threshold=0.01)
     assert "another speed: b, measuring costs 5.0%" in line((4.0, 0.5, 1.0, 1.0))
+
+
+def test_all_programs_are_compiled_before_peers_are_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that runs collectives waits for one that still compiles only so long
+    as the collectives allow."""
+    found: list[str] = []
+
+    class Recording(MemoryRuntime):
+        def compile(self, train_step: TrainStep, batch: Mapping[str, Any]) -> None:
+            super().compile(train_step, batch)
+            found.append("step compiled")
+
+        def await_peers(self) -> None:
+            found.append("await_peers")
+
+        def dispatched(self, step: int) -> None:
+            found.append(f"step {step}")
+
+    class Prepared(Probe):
+        def prepare(self, batch: Mapping[str, Any]) -> None:
+            super().prepare(batch)
+            found.append("timed step compiled")
+
+    monkeypatch.setattr("dtft.parallel.load_balancing.balancer.Probe", Prepared)
+    experiment = tiny(tmp_path, balance=BALANCE, stop=StopConfig(steps=1))
+    run(experiment, Recording(tmp_path, num_devices=4))
+    assert sorted(found[:2]) == ["step compiled", "timed step compiled"]
+    assert found[2:] == ["await_peers", "step 1"]
 
 
 def test_the_loop_balances_records_and_resumes(tmp_path: Path) -> None:
