@@ -31,9 +31,10 @@ def accumulated(
     """Makes a `jax.value_and_grad(loss, has_aux=True)` that runs part by part.
 
     The returned function differentiates the loss on one part of the batch after
-    another. Loss, aux and gradients are weighted means over the parts. If there are
-    several parts, and aux has an array that is not floating-point, the returned
-    function raises ValueError.
+    another. Loss, aux and gradients are weighted means over the parts. A part of weight
+    0 does not count, also if its loss or gradients are NaN. If all weights are 0, the
+    means are NaN. If there are several parts, and aux has an array that is not
+    floating-point, the returned function raises ValueError.
 
     Args:
         loss: function `(params, batch) -> (loss, aux)`, which is differentiated with
@@ -59,22 +60,23 @@ def accumulated(
 
     def in_parts(params: Any, batch: Any) -> tuple[tuple[jax.Array, Any], Any]:
         parts = divide(batch)
+        weights = None if weight is None else _weights(weight, parts)
 
-        def add(sums: Any, part: Any) -> tuple[Any, None]:
+        def add(sums: Any, one: tuple[Any, jax.Array | None]) -> tuple[Any, None]:
+            part, heavy = one
             values, gradients = gradient(params, part)
-            heavy = jnp.float32(1) if weight is None else jnp.asarray(weight(part))
             found = (*values, pin(gradients))
-            scaled = jax.tree.map(lambda leaf: leaf * heavy.astype(leaf.dtype), found)
-            total, before = sums
-            total += heavy.astype(total.dtype)
-            return (total, jax.tree.map(jnp.add, before, scaled)), None
+            if heavy is not None:
+                found = jax.tree.map(lambda leaf: _scaled(leaf, heavy), found)
+            return jax.tree.map(jnp.add, sums, found), None
 
         first = jax.tree.map(lambda leaf: leaf[0], parts)
         like = jax.eval_shape(gradient, params, first)
         _refuse_counts(like[0][1])
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        begin = (jnp.float32(0), (*zeros[0], pin(zeros[1])))
-        (total, (value, aux, gradients)), _ = lax.scan(add, begin, parts)
+        begin = (*zeros[0], pin(zeros[1]))
+        (value, aux, gradients), _ = lax.scan(add, begin, (parts, weights))
+        total = jnp.float32(num_parts) if weights is None else weights.sum()
 
         def mean(leaf: jax.Array) -> jax.Array:
             return leaf / total.astype(leaf.dtype)
@@ -82,6 +84,23 @@ def accumulated(
         return jax.tree.map(mean, (value, aux)), jax.tree.map(mean, gradients)
 
     return in_parts
+
+
+def _weights(weight: Weight, parts: Any) -> jax.Array:
+    """Computes the weights of parts, all divided by a power of two, as float32.
+
+    The power is the least for which all weights are below 1, so that sums of weighted
+    float16 gradients stay finite. `parts` has a leading dim of parts.
+    """
+    found = lax.map(lambda part: jnp.asarray(weight(part)).astype(jnp.float32), parts)
+    _, exponent = jnp.frexp(jnp.abs(found).max())
+    return jnp.ldexp(found, -exponent)
+
+
+def _scaled(leaf: jax.Array, weight: jax.Array) -> jax.Array:
+    """Multiplies by a weight; the result is 0 for weight 0, also if `leaf` has NaNs."""
+    scaled = leaf * weight.astype(leaf.dtype)
+    return jnp.where(weight == 0, jnp.zeros_like(leaf), scaled)
 
 
 def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) -> Any:

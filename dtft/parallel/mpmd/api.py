@@ -71,9 +71,10 @@ def make_placed_step(
         microbatches: number of parts of the batch, which pass through the nodes one
             after another.
         weight: `(batch) -> scalar`, the weight of a microbatch in means, such as its
-            number of tokens; None gives all microbatches the same weight. A step
-            raises ValueError if a weight is negative or not finite, or if all weights
-            are 0.
+            number of tokens; None gives all microbatches the same weight. A microbatch
+            of weight 0 does not count: the rows of another microbatch are computed in
+            its place. A step raises ValueError if a weight is negative or not finite,
+            or if all weights are 0.
         seconds: expected seconds of each operator's forward pass; by default the
             placement's seconds, or equal times for all segments.
         deadline_s: seconds after which a step that has not ended raises TimeoutError.

@@ -3,6 +3,7 @@
 Defines the allowed values of nodes, devices, seconds and weights of microbatches.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -143,6 +144,9 @@ def check_weight(weight: Any, part: Any) -> None:
 def part_weights(weight: Any, parts: Sequence[Any]) -> list[float]:
     """Computes the weight of each microbatch of `parts`; 1.0 if `weight` is None.
 
+    The weights are divided by the least power of two for which all are below 1, so that
+    cotangents and sums of float16 stay finite.
+
     Raises:
         ValueError: a weight is no scalar, negative or not finite, or all weights are 0.
     """
@@ -157,7 +161,8 @@ def part_weights(weight: Any, parts: Sequence[Any]) -> list[float]:
             f"weight(batch) is {values!r:.80} for the microbatches. Allowed: finite "
             "numbers of 0 or more, one of them above 0: means are over their sum."
         )
-    return values
+    _, exponent = math.frexp(max(values))
+    return [math.ldexp(value, -exponent) for value in values]
 
 
 def _check_scalar(value: Any) -> None:

@@ -267,12 +267,21 @@ class PlacedFeed:
 
 
 class _Parts:
-    """The microbatches of one batch, with their weights."""
+    """The microbatches of one batch, with their weights.
+
+    A microbatch of weight 0 has the rows of the microbatch with the largest weight. Its
+    own rows may give NaN, which a weight of 0 would not remove.
+    """
 
     def __init__(self, feed: PlacedFeed, parts: Sequence[Any]) -> None:
         self._parts = parts
-        self._leaves = [jax.tree.leaves(part) for part in parts]
         self._weights = part_weights(feed.weight, parts)
+        leaves = [jax.tree.leaves(part) for part in parts]
+        heaviest = leaves[self._weights.index(max(self._weights))]
+        self._leaves = [
+            own if weight else heaviest
+            for own, weight in zip(leaves, self._weights, strict=True)
+        ]
         self._constants = feed.cut.constants
         numbers = feed.cut.arguments[len(feed.gradients.homes) :]
         self._place = {number: place for place, number in enumerate(numbers)}

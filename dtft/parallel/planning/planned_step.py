@@ -451,7 +451,8 @@ def make_step(
         loss: `(params, batch) -> scalar` or `-> (scalar, aux)`, a mean over the batch.
         optimizer: any optax transformation.
         plan: a plan for this loss, optimizer and these shapes.
-        weight: `(batch) -> scalar`, the weight of a microbatch in the means.
+        weight: `(batch) -> scalar`, the weight of a microbatch in the means. A
+            microbatch of weight 0 does not count, also if its loss is NaN.
         devices: devices in mesh order; by default JAX's devices: in a single process
             the first ones that the plan uses, in several processes all.
 

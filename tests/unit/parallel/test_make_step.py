@@ -127,6 +127,54 @@ def test_a_weight_may_be_a_python_number(number: float, promotion: str) -> None:
     jax.tree.map(np.testing.assert_allclose, found, expected)
 
 
+def masked(params: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+    error = jnp.sin(batch["x"] @ params).sum(axis=1)
+    mean = jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
+    return mean, {"mean": mean}
+
+
+def in_two(weight: Any, mask: Any, dtype: Any) -> tuple[Any, Any]:
+    """Results and gradients of `masked` in two parts, and in one."""
+    rng = np.random.default_rng(0)
+    params = jnp.asarray(rng.normal(size=(4, 4)), dtype)
+    batch = {
+        "x": jnp.asarray(rng.normal(size=(8, 4)), dtype),
+        "mask": jnp.asarray(mask, dtype),
+    }
+    divided = accumulated(
+        *(masked, 2, weight),
+        pin=lambda gradients: gradients,
+        divide=lambda batch: jax.tree.map(
+            lambda leaf: leaf.reshape(2, 4, *leaf.shape[1:]), batch
+        ),
+    )
+    found = jax.jit(divided)(params, batch)
+    return found, jax.value_and_grad(masked, has_aux=True)(params, batch)
+
+
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_part_whose_rows_are_all_masked_does_not_count(empty: int) -> None:
+    mask = np.ones((2, 4))
+    mask[empty] = 0.0
+    found, expected = in_two(lambda part: part["mask"].sum(), mask.ravel(), jnp.float32)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected
+    )
+
+
+def test_parts_that_are_all_masked_are_nan_as_the_whole_is() -> None:
+    found, _ = in_two(lambda part: part["mask"].sum(), np.zeros(8), jnp.float32)
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(found))
+
+
+def test_large_weights_keep_sums_of_float16_finite() -> None:
+    found, expected = in_two(lambda part: 40_000, np.ones(8), jnp.float16)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=0.01),
+        *(found, expected),
+    )
+
+
 def test_on_one_device_without_knobs_it_is_the_same_bits() -> None:
     expected, before = plain(layers_loss, BELIEF, 2)
     found, after = run(step_of(layers_loss, BELIEF, {"replica": 1}, Knobs()))

@@ -178,6 +178,50 @@ def test_weights_count_in_gradients_and_in_what_is_returned() -> None:
     assert_close(found, jax.value_and_grad(loss)(params, batch))
 
 
+def masked(params: Any, batch: Any) -> jax.Array:
+    error = jnp.sin(batch["x"] @ params["w"]).sum(axis=1)
+    return jnp.sum(batch["mask"] * error) / jnp.sum(batch["mask"])
+
+
+def placed_masked(mask: Any, weight: Any, dtype: Any) -> tuple[Any, Any]:
+    """Loss and gradients of `masked` in two microbatches, and in one undivided step."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(WIDTH, WIDTH)).astype(dtype)}
+    batch = {
+        "x": rng.normal(size=(ROWS, WIDTH)).astype(dtype),
+        "mask": np.asarray(mask, dtype),
+    }
+    count = num_operators(masked, params, batch)
+    step = make_placed_step(
+        *(masked, optax.sgd(0.1), params, batch),
+        nodes=[index * NODES // count for index in range(count)],
+        devices=jax.devices()[:NODES],
+        microbatches=2,
+        weight=weight,
+    )
+    found = step.gradients(step.init(params), batch)
+    return found, jax.value_and_grad(masked)(params, batch)
+
+
+@pytest.mark.usefixtures("with_float64")
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_microbatch_whose_rows_are_all_masked_does_not_count(empty: int) -> None:
+    mask = np.ones((2, ROWS // 2))
+    mask[empty] = 0.0
+    found, wanted = placed_masked(
+        mask.ravel(), lambda part: np.sum(part["mask"]), np.float64
+    )
+    assert_close(found, wanted)
+
+
+def test_large_weights_keep_float16_gradients_finite() -> None:
+    found, wanted = placed_masked(np.ones(ROWS), lambda part: 40_000, np.float16)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0.02, atol=0.01),
+        *(found, wanted),
+    )
+
+
 def rows(params: Any, batch: Any) -> jax.Array:
     x = batch["x"]
     for index in range(6):
