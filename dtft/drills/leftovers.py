@@ -8,8 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtft.elastic.faults import session
 from dtft.elastic.local_cluster import LocalCluster
+from dtft.elastic.processes import session
 
 MARK = "DTFT_DRILL"
 """Environment variable of every process of a drill's cluster: the name of its job."""

@@ -1,8 +1,8 @@
-"""A local cluster: a private etcd and one agent per host, each a process group.
+"""A local cluster: a private etcd and one agent per host, each a session of processes.
 
 Agents run the same code here as on many machines. Processes die with the thread that
 started them; this thread calls `LocalCluster.wait`, which also supervises the store.
-`kill_host` simulates the loss of a host: it kills all processes of the host's group and
+`kill_host` simulates the loss of a host: it kills all processes of its session and
 deletes the host's memory. `supervise` runs a cluster until its job ends. On signals,
 `supervise` stops the job, prints what the job waits for, or ends the job by force.
 """
@@ -26,7 +26,7 @@ from typing import Any
 from dtft.checkpoint.managers import ProgressBoard, ProgressField
 from dtft.elastic.host import NotSalvaged, Salvage, sweep_memory, swept_line
 from dtft.elastic.leader import newest_stored, read_events
-from dtft.elastic.processes import die_with_parent
+from dtft.elastic.processes import die_with_parent, session
 from dtft.elastic.stop_signals import (
     StopProgress,
     end_line,
@@ -196,9 +196,18 @@ class LocalCluster:
         return self.options.arena_directory / f"dtft-{self.options.job}-{name}"
 
     def signal_host(self, name: str, number: int) -> None:
-        """Sends the signal `number` to every process of a host, if any still runs."""
+        """Sends the signal `number` to every process of a host, if any still runs.
+
+        The agent's process group gets the signal at once, other processes of its
+        session (exporters, each a group of its own) directly after it.
+        """
+        agent = self.agents[name].pid
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.agents[name].pid, number)
+            os.killpg(agent, number)
+        for pid in session(agent):
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) != agent:
+                    os.kill(pid, number)
 
     def kill_host(self, name: str) -> None:
         """Kills every process of a host (SIGKILL) and deletes the host's memory."""

@@ -11,7 +11,8 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -191,14 +192,14 @@ def state_letter(pid: int) -> str:
     >>> state_letter(os.getpid())
     'R'
     """
-    status = _state_and_group(pid)
-    return status[0] if status is not None else ""
+    status = _status(pid)
+    return status.state if status is not None else ""
 
 
 def process_alive(pid: int) -> bool:
     """Whether a process exists and is not a zombie."""
-    status = _state_and_group(pid)
-    return status is not None and status[0] not in "ZX"
+    status = _status(pid)
+    return status is not None and status.state not in "ZX"
 
 
 def kill_group(pid: int, deadline_s: float) -> None:
@@ -230,7 +231,7 @@ def kill_group(pid: int, deadline_s: float) -> None:
             ) from None
         return
     end = time.monotonic() + deadline_s
-    while members := _running_members(pid):
+    while members := _running(lambda status: status.group == pid):
         if time.monotonic() > end:
             raise TimeoutError(
                 f"process group {pid}: {members} still run {deadline_s} s after SIGKILL"
@@ -238,20 +239,40 @@ def kill_group(pid: int, deadline_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _running_members(group: int) -> list[int]:
+def session(leader: int) -> list[int]:
+    """Lists the process ids of a POSIX session, that of the session's leader first.
+
+    Leaves out zombies and dead processes. A host's agent is the leader of the session
+    that contains all processes of the host.
+
+    Args:
+        leader: process id of the session's leader, which is also the session's id.
+    """
+    found = _running(lambda status: status.session == leader)
+    return sorted(found, key=lambda pid: (pid != leader, pid))
+
+
+@dataclass(frozen=True)
+class _Status:
+    state: str
+    group: int
+    session: int
+
+
+def _running(wanted: Callable[[_Status], bool]) -> list[int]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    states = {pid: _state_and_group(pid) for pid in pids}
+    found = {pid: _status(pid) for pid in pids}
     return [
         pid
-        for pid, status in states.items()
-        if status is not None and status[1] == group and status[0] not in "ZX"
+        for pid, status in found.items()
+        if status is not None and status.state not in "ZX" and wanted(status)
     ]
 
 
-def _state_and_group(pid: int) -> tuple[str, int] | None:
+def _status(pid: int) -> _Status | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text.rpartition(")")[2].split()  # the name may hold spaces and brackets
-    return fields[0], int(fields[2])
+    return _Status(fields[0], int(fields[2]), int(fields[3]))

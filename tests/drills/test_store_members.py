@@ -25,8 +25,8 @@ from dtft.checkpoint.storage.step_directories import storage_steps
 from dtft.drills import leftovers
 from dtft.drills.compare import samples_exactly_once
 from dtft.elastic.faults.injector import rate
-from dtft.elastic.faults.interruptions import session
 from dtft.elastic.leader.events import read_events
+from dtft.elastic.processes import session
 from tests.support.etcd_cluster import Member, TlsEtcdCluster, until
 from tests.support.harness import REPOSITORY, dtft, memory
 

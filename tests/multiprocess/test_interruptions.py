@@ -16,20 +16,25 @@ from dtft.checkpoint.managers import ProgressBoard
 from dtft.drills import compare
 from dtft.elastic.faults import injector
 from dtft.elastic.faults.injector import FaultInjector, InjectedFault
-from dtft.elastic.faults.interruptions import Interruption, begin, session
+from dtft.elastic.faults.interruptions import Interruption, begin
 from dtft.elastic.faults.schedule import parse_fault
 from dtft.elastic.local_cluster import LocalCluster
+from dtft.elastic.processes import session
 
 HOST = (
     "import subprocess, sys, time\n"
-    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "code = 'import time; time.sleep(60)'\n"
+    "subprocess.Popen([sys.executable, '-c', code], process_group=0)\n"
     "print('ready', flush=True); time.sleep(60)"
 )
 
 
 @pytest.fixture
 def host() -> Iterator[subprocess.Popen[str]]:
-    """An agent and its trainer, as far as signals go."""
+    """An agent and another process of its host, as far as signals go.
+
+    The other process is a trainer in some tests, but leads a group like an exporter.
+    """
     process = subprocess.Popen(
         [sys.executable, "-c", HOST],
         stdout=subprocess.PIPE,
@@ -76,6 +81,17 @@ def test_who_is_stopped_and_goes_on(host, text, expected):
     assert stopped(host, expected) == expected and not begun.gone
     begun.end()
     assert stopped(host, [False, False]) == [False, False]
+
+
+def test_a_signal_to_a_host_reaches_a_process_with_a_group_of_its_own(host):
+    cluster = cast(LocalCluster, SimpleNamespace(agents={"host-0": host}))
+    LocalCluster.signal_host(cluster, "host-0", signal.SIGSTOP)
+    assert stopped(host, [True, True]) == [True, True]
+    LocalCluster.signal_host(cluster, "host-0", signal.SIGCONT)
+    assert stopped(host, [False, False]) == [False, False]
+    LocalCluster.signal_host(cluster, "host-0", signal.SIGKILL)
+    host.wait(timeout=10)
+    LocalCluster.signal_host(cluster, "host-0", signal.SIGKILL)  # of a dead one
 
 
 def test_a_stopped_trainer_that_was_killed_is_gone(host):

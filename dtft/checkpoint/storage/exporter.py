@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -203,6 +204,8 @@ def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the answers
+    # Not in the terminal's foreground group, so `stty tostop` would stop it at a log.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     messages: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(messages,), daemon=True).start()
     server = SaveServer(out, opener)

@@ -123,6 +123,10 @@ class ExporterProcess:
                 text=True,
                 errors="replace",
                 preexec_fn=self._preexec,
+                # Ctrl-C reaches the caller's whole process group. It must not end the
+                # exporter, because the caller may then write its newest step. The
+                # exporter ends at the end of its stdin.
+                process_group=0,
             )
 
     def _speak(self) -> None:

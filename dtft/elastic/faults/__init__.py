@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from dtft.elastic.faults.interruptions import (
         INTERRUPTIONS,
         OF_DIRECTORIES,
-        session,
     )
     from dtft.elastic.faults.network_namespaces import (
         HostNamespaces,
@@ -48,7 +47,6 @@ _PUBLIC = {
     "check_together": "schedule",
     "existing_namespaces": "network_namespaces",
     "parse_fault": "schedule",
-    "session": "interruptions",
     "small_memory": "full_disks",
     "sweep_namespaces": "network_namespaces",
     "unmount_below": "full_disks",
@@ -67,7 +65,6 @@ __all__ = [
     "check_together",
     "existing_namespaces",
     "parse_fault",
-    "session",
     "small_memory",
     "sweep_namespaces",
     "unmount_below",

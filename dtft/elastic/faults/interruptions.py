@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from dtft.elastic.faults.full_disks import (
     memory_full,
@@ -21,7 +20,7 @@ from dtft.elastic.faults.full_disks import (
 from dtft.elastic.faults.network_namespaces import HostNamespaces, NetworkCut
 from dtft.elastic.faults.schedule import Fault
 from dtft.elastic.local_cluster import LocalCluster
-from dtft.elastic.processes import process_alive
+from dtft.elastic.processes import process_alive, session
 
 OF_DIRECTORIES = ("full-storage", "readonly-storage", "full-memory")
 """Kinds of faults that make a directory of the job full or read-only. The drill undoes
@@ -99,24 +98,6 @@ def begin(
             return Interruption(pids=(), end=end)
         case _:
             raise ValueError(f"{fault} is over at once; allowed: {INTERRUPTIONS}")
-
-
-def session(leader: int) -> list[int]:
-    """Lists the process ids of a POSIX session, that of the session's leader first.
-
-    Leaves out zombies and dead processes. A host's agent is the leader of the session
-    that contains all processes of the host.
-
-    Args:
-        leader: process id of the session's leader, which is also the session's id.
-    """
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = path.read_text(errors="replace").rpartition(")")[2].split()
-            if int(fields[3]) == leader and fields[0] not in "ZX":
-                found.append(int(path.parent.name))
-    return sorted(found, key=lambda pid: (pid != leader, pid))
 
 
 def stopped(pids: Sequence[int]) -> Interruption:
