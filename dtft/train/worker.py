@@ -16,7 +16,9 @@ import gc
 import io
 import logging
 import os
+import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -908,21 +910,40 @@ def _keep_stdout_for_people() -> None:
 
     Stderr is the log. `sys.stdout` still writes to the former stdout.
     """
-    people = io.BufferedWriter(ForPeople(os.dup(1)))
+    people = io.BufferedWriter(ForPeople(_without_waits(1)))
     sys.stdout = io.TextIOWrapper(people, line_buffering=True)
     os.dup2(2, 1)
 
 
-class ForPeople(io.RawIOBase):
-    """A stdout stream that drops output that cannot be written.
+def _without_waits(descriptor: int) -> int:
+    """Returns a new descriptor of the same file; a write to it waits for no reader.
 
-    So training goes on if the terminal is closed.
+    A pipe or terminal is opened once more, with O_NONBLOCK: the flag belongs to the
+    open file, which other processes share. A regular file is not opened once more,
+    because it would be written from its beginning. Neither is a socket, or another
+    user's terminal: these cannot be opened. `ForPeople` then waits only if another
+    process fills the buffer just before.
+    """
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
+        with contextlib.suppress(OSError):
+            return os.open(f"/proc/self/fd/{descriptor}", flags)
+    return os.dup(descriptor)
+
+
+class ForPeople(io.RawIOBase):
+    """A stdout stream that drops output that cannot be written now.
+
+    So training goes on if the terminal is closed, or if the reader of stdout pauses.
     """
 
     def __init__(self, descriptor: int) -> None:
         """Stores the file descriptor that the stream writes to."""
         super().__init__()
         self._descriptor = descriptor
+        self._is_dropping = False
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
 
     def fileno(self) -> int:
         """The file descriptor of the stream."""
@@ -937,15 +958,25 @@ class ForPeople(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Writes bytes; returns how many were written.
+        """Writes at most PIPE_BUF bytes; returns how many were written.
 
-        If writing fails, drops the bytes and returns their number.
+        If writing fails or would wait, drops the bytes and returns their number. The
+        first of several dropped lines is logged.
         """
         content = memoryview(data)
         try:
-            return os.write(self._descriptor, content)
-        except OSError:
-            return content.nbytes
+            # A pipe that reports POLLOUT takes PIPE_BUF bytes without a wait.
+            if any(events & select.POLLOUT for _, events in self._poll.poll(0)):
+                written = os.write(self._descriptor, content[: select.PIPE_BUF])
+                self._is_dropping = False
+                return written
+            reason = "nothing reads it"
+        except OSError as error:
+            reason = str(error)
+        if not self._is_dropping:
+            self._is_dropping = True
+            logger.warning("stdout takes no output (%s); lines are left out", reason)
+        return content.nbytes
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,9 +1,57 @@
 """What a trainer says to people must not end training when nobody reads it."""
 
 import io
+import logging
 import os
+import pty
+import tty
 
-from dtft.train.worker import ForPeople
+import pytest
+
+from dtft.train.worker import ForPeople, _without_waits
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_what_a_reader_that_pauses_does_not_take_is_dropped(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = os.pipe() if kind == "pipe" else pty.openpty()
+    if kind == "terminal":
+        tty.setraw(writer)
+    own = _without_waits(writer)
+    out = io.TextIOWrapper(io.BufferedWriter(ForPeople(own)), line_buffering=True)
+    with caplog.at_level(logging.WARNING):
+        for number in range(2000):
+            print(f"{number:0100}", file=out)  # 200 KB, more than the buffer takes
+    assert len(caplog.records) == 1 and "lines are left out" in caplog.text
+    read = b""
+    while len(read) < 1000:
+        read += os.read(reader, 1 << 20)
+    assert read.startswith(f"{0:0100}\n{1:0100}\n".encode())
+    os.set_blocking(reader, False)
+    while True:
+        try:
+            os.read(reader, 1 << 20)
+        except BlockingIOError:
+            break
+    print("read again", file=out)
+    os.set_blocking(reader, True)
+    assert os.read(reader, 100) == b"read again\n"
+    assert os.get_blocking(writer)  # others who write there still wait
+    for descriptor in (reader, writer, own):
+        os.close(descriptor)
+
+
+def test_lines_in_a_file_follow_those_of_others(tmp_path) -> None:
+    with open(tmp_path / "out", "wb", buffering=0) as file:
+        file.write(b"others\n")
+        own = _without_waits(file.fileno())
+        out = io.TextIOWrapper(io.BufferedWriter(ForPeople(own)), line_buffering=True)
+        print("one" * 5000, file=out)  # longer than PIPE_BUF
+        file.write(b"others\n")
+        os.close(own)
+    text = (tmp_path / "out").read_text()
+    assert text == "others\n" + "one" * 5000 + "\nothers\n"
 
 
 def test_what_a_gone_reader_does_not_take_is_dropped() -> None:
