@@ -72,18 +72,41 @@ def open_image(path: Path) -> "Image.Image":
     """Opens an image file and converts its pixels to RGB.
 
     Raises:
-        ValueError: the file cannot be read as an image (the text names the file), or
-            Pillow is not installed.
+        ValueError: the file is missing, may not be read or is no image (the text names
+            the file), or Pillow is not installed.
+        OSError: this host cannot read the file now, for example because of its mount or
+            too many open files.
     """
     reader = pillow()
     try:
         with reader.open(path) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, reader.DecompressionBombError) as error:
+        if _is_of_this_host(error):
+            raise
         raise ValueError(
             f"{path} cannot be read as an image: {error}. Replace the file, or remove "
             "it and start a new run: the run's identity holds the list of files."
         ) from error
+
+
+_OF_INPUT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+
+
+def _is_of_this_host(error: Exception) -> bool:
+    """Whether a failed access may succeed later, or on another host.
+
+    A ValueError ends the whole job, so only errors that the input explains become one:
+    a missing or forbidden path, and a file that Pillow cannot decode (an OSError
+    without a number).
+
+    >>> _is_of_this_host(OSError(5, "Input/output error"))
+    True
+    >>> _is_of_this_host(FileNotFoundError(2, "No such file or directory"))
+    False
+    """
+    is_numbered = isinstance(error, OSError) and error.errno is not None
+    return is_numbered and not isinstance(error, _OF_INPUT)
 
 
 def pillow() -> Any:
@@ -152,6 +175,7 @@ class ImageFolderConfig(DataConfig):
 
         Raises:
             ValueError: `train` is missing or has no class folders.
+            OSError: this host cannot list `train` now.
         """
         return len(_classes(Path(self.path) / "train"))
 
@@ -161,6 +185,7 @@ class ImageFolderConfig(DataConfig):
         Raises:
             ValueError: `path` is not set, or `train` or `val` is missing or has no
                 class folders.
+            OSError: this host cannot list `train` or `val` now.
         """
         if not self.path:
             raise ValueError(
@@ -179,6 +204,7 @@ class ImageFolderConfig(DataConfig):
 
         Raises:
             ValueError: the folder is missing, empty or not in the expected layout.
+            OSError: this host cannot list a folder now.
         """
         self.check()
         digest = _listing(self.path).digest
@@ -193,6 +219,7 @@ class ImageFolderConfig(DataConfig):
         Raises:
             ValueError: the folder is missing, empty or not in the expected layout, or
                 Pillow is not installed.
+            OSError: this host cannot list a folder now.
         """
         self.check()
         pillow()
@@ -232,7 +259,9 @@ class ImageFiles:
         """Reads image and label; `entropy` seeds the crop and flip of a training row.
 
         Raises:
-            ValueError: the file cannot be read as an image; the text names the file.
+            ValueError: the file is missing, may not be read or is no image; the text
+                names the file.
+            OSError: this host cannot read the file now.
         """
         import numpy as np
 
@@ -358,6 +387,8 @@ def _classes(folder: Path) -> list[str]:
         with os.scandir(folder) as entries:
             found = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError as error:
+        if _is_of_this_host(error):
+            raise
         raise ValueError(
             f"data.path: {folder} cannot be listed ({error.strerror}). {_LAYOUT}. "
             "Set --data.path to the folder that holds train and val."

@@ -275,6 +275,7 @@ class AgentRuntime:
             ConfigError: the checkpoint was made by a config that differs in the model
                 or another key that must be equal.
             ValueError: storage has other leaves than `abstract_state`.
+            FileNotFoundError: storage does not have the step, or is not mounted.
             CorruptCopy: a copy in this host's memory is corrupt.
             CheckpointUnreadable: the step in storage cannot be read.
             TimeoutError: the agent sent no restore order in time.

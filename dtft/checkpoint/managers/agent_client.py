@@ -280,8 +280,9 @@ class AgentCheckpointManager:
             starts from the initial state.
 
         Raises:
-            ValueError: `step` is not the step that the leader chose, storage does not
-                have the step, or the leaves in storage differ from `args`.
+            ValueError: `step` is not the step that the leader chose, or the leaves in
+                storage differ from `args`.
+            FileNotFoundError: storage does not have the step, or is not mounted.
             CorruptCopy: a copy in this host's memory is corrupt.
             CheckpointUnreadable: the step in storage cannot be read.
         """

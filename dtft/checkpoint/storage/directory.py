@@ -168,9 +168,10 @@ class StorageTier:
             Leaf path to array, and item name to JSON value, as given to `save`.
 
         Raises:
-            ValueError: the directory has no such step; the step's leaves differ from
-                `abstract` in path, shape or dtype (the message lists the differences);
-                or jax would narrow a 64-bit leaf (`jax_enable_x64` is off).
+            FileNotFoundError: the directory has no such step, or is not mounted.
+            ValueError: the step's leaves differ from `abstract` in path, shape or dtype
+                (the message lists the differences); or jax would narrow a 64-bit leaf
+                (`jax_enable_x64` is off).
             CheckpointUnreadable: the step exists but cannot be read, or is not a step
                 of dtft's own training loop.
         """
@@ -192,8 +193,8 @@ class StorageTier:
         """Reads and verifies all leaves of a step; returns path to numpy array.
 
         Raises:
-            ValueError: the directory does not have the step, or jax would narrow a
-                64-bit leaf (`jax_enable_x64` is off).
+            FileNotFoundError: the directory does not have the step.
+            ValueError: jax would narrow a 64-bit leaf (`jax_enable_x64` is off).
             CheckpointUnreadable: the step cannot be read, is corrupt, or was written by
                 stock Orbax.
         """
@@ -209,7 +210,7 @@ class StorageTier:
         """Reads the JSON items that `save` wrote with the arrays of a step.
 
         Raises:
-            ValueError: the directory has no such step.
+            FileNotFoundError: the directory has no such step, or is not mounted.
             CheckpointUnreadable: the step cannot be read, or is not a step of dtft's
                 own training loop.
         """
@@ -230,7 +231,9 @@ class StorageTier:
     def _record(self, step: int) -> tuple[Record, dict[str, str]]:
         steps = self.all_steps()
         if step not in steps:
-            raise ValueError(
+            # Not a ValueError, which would end the whole job: the leader has seen the
+            # step that it orders to restore, so this host's mount may be at fault.
+            raise FileNotFoundError(
                 f"step={step} is not in {self.directory}. It has: "
                 f"{listed([str(found) for found in steps])}."
             )
@@ -257,8 +260,8 @@ def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
     """Reads and verifies all leaves of a step; returns path to numpy array.
 
     Raises:
-        ValueError: the directory does not have the step, or jax would narrow a 64-bit
-            leaf (`jax_enable_x64` is off).
+        FileNotFoundError: the directory does not have the step.
+        ValueError: jax would narrow a 64-bit leaf (`jax_enable_x64` is off).
         CheckpointUnreadable: the step cannot be read, is corrupt, or was written by
             stock Orbax.
     """
@@ -391,7 +394,7 @@ def compare_steps(
         dtype or any bit.
 
     Raises:
-        ValueError: a directory does not have the step.
+        FileNotFoundError: a directory does not have the step.
         CheckpointUnreadable: a step exists but cannot be read, is corrupt, or was
             written by stock Orbax.
     """

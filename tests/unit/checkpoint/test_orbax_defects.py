@@ -171,7 +171,7 @@ def test_fallback_takes_the_newest_step_that_storage_has(
     }
     restored, _ = tier.restore(fallback.step, abstract)
     assert np.array_equal(np.asarray(restored["w"]), np.asarray(made(4)["w"]))
-    with pytest.raises(ValueError, match=r"step=5 is not in .* It has: 4\."):
+    with pytest.raises(FileNotFoundError, match=r"step=5 is not in .* It has: 4\."):
         tier.restore(planned.step, abstract)
     tier.close()
 

@@ -129,7 +129,7 @@ def test_misfit_lists_expected_and_found(tmp_path: Path) -> None:
 
 def test_a_step_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    with pytest.raises(ValueError, match=r"step=6 is not in .*It has: 5\."):
+    with pytest.raises(FileNotFoundError, match=r"step=6 is not in .*It has: 5\."):
         load_numpy(tmp_path, 6)
 
 

@@ -1,5 +1,7 @@
 """Image folders: the same bytes for a row whoever reads it, and clear errors."""
 
+import errno
+import os
 import threading
 from pathlib import Path
 
@@ -184,6 +186,33 @@ def test_a_broken_file_is_named(tmp_path: Path, keep: int) -> None:
     broken.write_bytes(broken.read_bytes()[:keep])
     with pytest.raises(ValueError, match="n02_00.JPEG cannot be read as an image"):
         _train(folder).batch(range(6))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_failing_mount_is_not_wrong_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    folder = make_folder(tmp_path / "images", train=1, val=1)
+    source = _train(folder)
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", fail)
+        with pytest.raises(OSError, match=os.strerror(number)):
+            source.batch(range(3))
+    monkeypatch.setattr("os.scandir", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        _config(folder).check()
+
+
+def test_an_image_that_vanished_is_named(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "images", train=1, val=1)
+    source = _train(folder)
+    (folder / "train" / "n02" / "n02_00.JPEG").unlink()
+    with pytest.raises(ValueError, match="n02_00.JPEG cannot be read as an image"):
+        source.batch(range(3))
 
 
 def test_an_image_of_one_pixel_is_one(tmp_path: Path) -> None:
