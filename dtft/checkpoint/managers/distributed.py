@@ -714,8 +714,7 @@ class JobSteps:
                 "are restored. It goes when the next step is saved. Allowed: older "
                 f"steps ({listed(list(map(str, self._in_storage())))})."
             )
-        with self._stored.manager(read_only=False) as manager:
-            manager.delete(step)
+        self._stored.delete(step)
 
     def close(self) -> None:
         """Writes the newest step to storage, if a step was saved, and detaches.

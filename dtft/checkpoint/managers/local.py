@@ -411,8 +411,7 @@ class Storing:
             self._versions.unpin(version)
         self._wait_idle()
         if step in self._steps:
-            with self.stored.manager(read_only=False) as manager:
-                manager.delete(step)
+            self.stored.delete(step)
             self._steps.discard(step)
         self._metrics.pop(step, None)
         if self._tried == step:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtft.checkpoint.storage.step_directories import (
     COMMIT_FILE,
+    DELETED,
     UNFINISHED,
     storage_steps,
 )
@@ -141,8 +142,8 @@ def checkpoints_in(directory: Path | str) -> Path:
 def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
     """Lists the complete steps, ascending, and the names of unfinished directories."""
     steps = [_described(directory / str(it)) for it in storage_steps(directory)]
-    unfinished = [path.name for path in directory.glob(f"*{UNFINISHED}*")]
-    return steps, sorted(unfinished)
+    unfinished = {path.name for path in directory.glob(f"*{UNFINISHED}*")}
+    return steps, sorted(unfinished - {DELETED})
 
 
 def _described(path: Path) -> StoredStep:

@@ -3,10 +3,12 @@
 A directory can vanish while a step is written (an unmounted file system, a rename).
 Orbax then creates a directory of the same name with a part of the step. So a step's
 directory gets its final name only if the storage directory is still the one in which
-the step was begun.
+the step was begun. A process can be killed while it deletes a step, so the step's
+directory loses its name before its files are removed.
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -16,7 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from dtft.checkpoint.storage.step_directories import UNFINISHED
+from dtft.checkpoint.storage.step_directories import DELETED, UNFINISHED
 
 
 class StorageMoved(OSError):
@@ -42,7 +44,8 @@ class OpenedDirectory:
             directory: directory of the steps.
             options: options of the Orbax manager.
         """
-        self.directory, self._options = directory, options
+        self.directory = directory
+        self._options = renames_deleted(directory, options)
         self._kinds: dict[str, type] = {}
         """Maps each item of the last save to the class of its save arguments."""
         self._opened: ocp.CheckpointManager | None = None
@@ -128,6 +131,7 @@ class OpenedDirectory:
         try:
             if step in manager.all_steps():
                 manager.delete(step)
+                remove_deleted(self.directory)
             manager.save(
                 step,
                 args=args,
@@ -140,7 +144,10 @@ class OpenedDirectory:
             raise
 
     def wait_until_finished(self) -> None:
-        """Waits until the last save is complete; raises the error of a failed save."""
+        """Waits until the last save is complete; raises the error of a failed save.
+
+        Also removes the files of the steps that Orbax deleted after this save.
+        """
         if self._opened is None:
             return
         try:
@@ -149,6 +156,7 @@ class OpenedDirectory:
             self._forget()
             raise
         self._saving = None
+        remove_deleted(self.directory)
 
     def reload(self) -> None:
         """Makes Orbax list the directory again, to see the steps of other writers."""
@@ -161,6 +169,7 @@ class OpenedDirectory:
         After an error, the next use opens a new manager.
         """
         self._try(lambda manager: manager.delete(step))
+        remove_deleted(self.directory)
 
     def _try(self, act: Callable[[ocp.CheckpointManager], None]) -> None:
         try:
@@ -185,6 +194,26 @@ class OpenedDirectory:
         if self._opened is not None:
             self._opened.close()
             self._opened = None
+            remove_deleted(self.directory)
+
+
+def renames_deleted(
+    directory: epath.Path, options: ocp.CheckpointManagerOptions
+) -> ocp.CheckpointManagerOptions:
+    """Returns options with which Orbax renames a deleted step into `DELETED`.
+
+    So no step is listed whose files are removed in part. `remove_deleted` then removes
+    the files. In object stores, which cannot rename, Orbax removes the files itself.
+    """
+    if "://" in str(directory):
+        return options
+    return dataclasses.replace(options, todelete_subdir=DELETED)
+
+
+def remove_deleted(directory: epath.Path) -> None:
+    """Removes the files of deleted steps; in process 0 only, where Orbax deletes."""
+    if "://" not in str(directory) and jax.process_index() == 0:
+        _remove(directory / DELETED)
 
 
 def _remove(path: epath.Path) -> None:

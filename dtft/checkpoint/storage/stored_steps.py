@@ -37,7 +37,11 @@ from dtft.checkpoint.state import (
     structure_of,
     to_paths,
 )
-from dtft.checkpoint.storage.orbax_manager import said
+from dtft.checkpoint.storage.orbax_manager import (
+    remove_deleted,
+    renames_deleted,
+    said,
+)
 from dtft.checkpoint.storage.step_directories import storage_steps
 
 # Former format: steps without a record, written by jobs of commit 3d5ab71 or earlier.
@@ -257,18 +261,27 @@ class StoredSteps:
         with self.manager() as manager:
             return manager.restore(step, args=args)
 
-    def manager(
-        self, *, read_only: bool = True, best_fn: Any = None
-    ) -> ocp.CheckpointManager:
-        """Opens a stock Orbax manager of the directory.
+    def manager(self, *, best_fn: Any = None) -> ocp.CheckpointManager:
+        """Opens a stock Orbax manager of the directory, which reads steps.
 
-        The manager reads steps; with `read_only` False it can delete them, too.
         `best_fn` is the option of `ocp.CheckpointManagerOptions`.
         """
         options = ocp.CheckpointManagerOptions(
-            read_only=read_only, create=False, save_interval_steps=0, best_fn=best_fn
+            read_only=True, create=False, save_interval_steps=0, best_fn=best_fn
         )
         return ocp.CheckpointManager(self.directory, options=options)
+
+    def delete(self, step: int) -> None:
+        """Removes a step from the directory; every process makes the same call.
+
+        Raises:
+            FileNotFoundError: the directory does not have the step.
+        """
+        options = ocp.CheckpointManagerOptions(create=False, save_interval_steps=0)
+        options = renames_deleted(self.directory, options)
+        with ocp.CheckpointManager(self.directory, options=options) as manager:
+            manager.delete(step)
+        remove_deleted(self.directory)
 
     def stock_metadata(self, step: int) -> Any:
         """Reads the item metadata of a step that stock Orbax wrote."""

@@ -1,5 +1,7 @@
 """The storage tier: exact bits, stock Orbax, and errors that say what to change."""
 
+import os
+import shutil
 import subprocess
 import sys
 from functools import reduce
@@ -13,7 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint.state.tree import to_paths
 from dtft.checkpoint.storage.directory import StorageTier, load_numpy
-from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
+from dtft.checkpoint.storage.inspect import list_steps
+from dtft.checkpoint.storage.step_directories import DELETED
+from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable, StoredSteps
 from tests.support.states import same_bits, state
 
 ROOT = Path(__file__).parents[3]
@@ -94,6 +98,41 @@ def test_steps_are_listed_and_old_ones_dropped(tmp_path: Path) -> None:
     (tmp_path / "12.orbax-checkpoint-tmp").mkdir()
     tier = StorageTier(tmp_path, read_only=True)
     assert tier.all_steps() == (4, 10) and tier.latest_step() == 10
+
+
+class Killed(BaseException):
+    """Stands for the end of the process, which no code of it survives."""
+
+
+@pytest.mark.parametrize("how", ["kept", "replaced", "deleted", "deleted by a user"])
+def test_a_step_that_was_deleted_in_part_is_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    save(tmp_path, 1, 2)
+
+    def killed(path: os.PathLike[str], *_: object, **__: object) -> None:
+        for file in Path(path).rglob("dtft/metadata"):
+            file.unlink()
+        raise Killed
+
+    tier = StorageTier(tmp_path, max_to_keep=1 if how == "kept" else 3)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shutil, "rmtree", killed)
+        if how == "deleted":
+            tier.delete([1])
+        elif how == "deleted by a user":
+            StoredSteps(tier.directory).delete(1)
+        else:
+            tier.save(3 if how == "kept" else 1, arrays(), {})
+            tier.wait_until_finished()
+    steps = StorageTier(tmp_path, read_only=True).all_steps()
+    assert steps == ((3,) if how == "kept" else (2,))
+    assert set(ocp.utils.checkpoint_steps(tmp_path)) == set(steps)
+    for step in steps:
+        assert load_numpy(tmp_path, step).keys() == state().keys()
+    assert list_steps(tmp_path)[1] == [] and (tmp_path / DELETED).exists()
+    save(tmp_path, 4, 5, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["5"]
 
 
 def test_an_existing_step_is_replaced(tmp_path: Path) -> None:
