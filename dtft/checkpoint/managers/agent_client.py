@@ -391,6 +391,8 @@ class AttachedMemory(AgentCheckpointManager):
     ) -> None:
         """Waits until every process of the job has attached.
 
+        After an error, this process is detached, so that it can try again.
+
         Args:
             attached: the link to the agent that has accepted this process.
             slot: the index of this process, which is also its slot.
@@ -426,11 +428,18 @@ class AttachedMemory(AgentCheckpointManager):
                     "restart all processes"
                 )
         try:
+            self._take_part()
+        except BaseException:  # KeyboardInterrupt too: the agent must be free again
+            self.leave()
+            raise
+
+    def _take_part(self) -> None:
+        """Waits until the job is formed, and tells the agent that this process runs."""
+        try:
             self._dialogue.wait(lambda: self._formed is not None, "the job")
         except TimeoutError as error:
-            self.leave()
             raise TimeoutError(
-                f"{attached.deadline_s:.0f} s waiting for {self._note}; limit: "
+                f"{self._attached.deadline_s:.0f} s waiting for {self._note}; limit: "
                 "timeouts.start of the agents"
             ) from error
         assert self._formed is not None
@@ -438,7 +447,7 @@ class AttachedMemory(AgentCheckpointManager):
         if self._formed["source"] != "init":
             self._formed_step = self._formed["step"]
         self._released = self._committed = self._saved = self._formed_step
-        self._attached.link.send(
+        self._dialogue.send(
             "running", step=max(0, self._formed_step), bytes_from_storage=0
         )
 
@@ -630,11 +639,13 @@ class AttachedMemory(AgentCheckpointManager):
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
-            TimeoutError: the wait took longer than `limit_s` seconds.
+            TimeoutError: the wait took longer than `limit_s` seconds, which is twice
+                `ReplicatedOptions.storage_timeout_s`.
         """
         token = self.ask_storage(step, store=store)
         what = f"step {step} to be {'in storage' if store else 'committed'}"
-        self._dialogue.wait(lambda: token in self._flushed, what, limit_s)
+        limit = "2 * ReplicatedOptions.storage_timeout_s"
+        self._dialogue.wait(lambda: token in self._flushed, what, limit_s, limit)
         return self._flushed.pop(token)
 
     def ask_storage(self, step: int, *, store: bool) -> int:

@@ -823,7 +823,11 @@ class Dialogue:
             raise error()
 
     def wait(
-        self, ready: Callable[[], bool], what: str, limit_s: float | None = None
+        self,
+        ready: Callable[[], bool],
+        what: str,
+        limit_s: float | None = None,
+        limit: str = "timeouts.start",
     ) -> None:
         """Waits until `ready` returns True, checked after each message.
 
@@ -831,6 +835,7 @@ class Dialogue:
             ready: the awaited condition; called with `condition` held.
             what: names the awaited event in the error.
             limit_s: limit in seconds; by default `deadline_s`.
+            limit: names the option of `limit_s` in the error.
 
         Raises:
             TimeoutError: `ready` did not return True in time.
@@ -848,9 +853,8 @@ class Dialogue:
                 raise AgentGone(self.farewell)
             self._raise_interruption()
             if not ready():
-                raise TimeoutError(
-                    f"{limit_s:.0f} s waiting for {what}; limit: timeouts.start"
-                )
+                text = f"{limit_s:.0f} s waiting for {what}; limit: {limit}"
+                raise TimeoutError(text)
 
     def send(self, op: str, **fields: Any) -> None:
         """Sends a message of the kind `op` on the calling thread, which may block.

@@ -386,7 +386,7 @@ class JobSteps:
     """
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
-        """Attaches to this host's agent and waits for the other processes.
+        """Lists the directory, attaches to this host's agent and waits for the others.
 
         Args:
             directory: the directory of the storage tier.
@@ -403,6 +403,8 @@ class JobSteps:
         refuse_unfit(directory, options)
         self._options, self._stored = options, StoredSteps(directory)
         self._processes = jax.process_count()
+        self._listed = self._stored.steps()  # before the agent is taken: it may fail
+        """The stored steps, as of the last successful listing of the directory."""
         attached = attach(options.agent, terms_of(directory, options, self._processes))
         self._memory = AttachedMemory(
             attached,
@@ -410,8 +412,6 @@ class JobSteps:
             chunk_bytes=options.chunk_bytes,
             directory=Path(directory),
         )
-        self._listed = self._stored.steps()
-        """The stored steps, as of the last successful listing of the directory."""
         self._looks: tuple[Any, ...] | None = None
         self._layout: Layout | None = None
         """The layout announced at the first save; None before."""
@@ -673,13 +673,19 @@ class JobSteps:
     def wait_until_finished(self) -> None:
         """Waits until the step saved last is committed.
 
-        Waits also until a running write to storage has ended. Does not wait before the
-        first save. Raises the errors of `check_for_errors`. Raises TimeoutError if the
-        wait takes longer than twice `storage_timeout_s`.
+        Waits also until a running write to storage has ended. Does not wait before a
+        first save has succeeded. Raises the errors of `check_for_errors`. Raises
+        TimeoutError if the wait takes longer than twice `storage_timeout_s`.
         """
-        if self._layout is not None:
+        if self._has_saved:
             self._flush(store=False)
         self.check_for_errors()
+
+    @property
+    def _has_saved(self) -> bool:
+        """Whether this run has a step to wait for: saved by it or, after a first save
+        that failed, restorable from memory."""
+        return self._layout is not None and self._memory.saved is not None
 
     def _flush(self, *, store: bool) -> str:
         assert self._memory.saved is not None
@@ -728,7 +734,7 @@ class JobSteps:
             TimeoutError: the write took longer than twice `storage_timeout_s`.
         """
         try:
-            error = self._flush(store=True) if self._layout is not None else ""
+            error = self._flush(store=True) if self._has_saved else ""
             self.check_for_errors()
         finally:
             self._memory.leave()

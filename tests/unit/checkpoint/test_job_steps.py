@@ -25,10 +25,12 @@ from dtft.checkpoint import (
     NotBrought,
     ReplicatedOptions,
 )
+from dtft.checkpoint.managers.agent_client import AttachedMemory
 from dtft.checkpoint.managers.agent_link import LinkClosed, attach
 from dtft.checkpoint.managers.distributed import JobSteps
 from dtft.checkpoint.managers.local import StorageFailed
 from dtft.checkpoint.state.slices import Layout, MeshLayout
+from dtft.checkpoint.storage import StoredSteps
 from dtft.elastic.admission import JobMismatch
 from dtft.elastic.assignment import HostRecord
 from dtft.elastic.host.serve import ServeConfig, ServingHost, base_config
@@ -300,6 +302,56 @@ def test_an_agent_that_ends_is_named_at_the_next_save(serving: Serving) -> None:
         save(manager, 1)
     with pytest.raises(AgentGone):
         manager.check_for_errors()
+    manager.leave()
+
+
+def test_a_process_that_failed_to_attach_can_try_again(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredSteps, "steps", fail)
+        with pytest.raises(OSError, match="stale file handle"):
+            serving.manager()
+    with monkeypatch.context() as patch:
+        patch.setattr(AttachedMemory, "take", fail)
+        with pytest.raises(AgentGone, match="stale file handle"):
+            serving.manager()
+    manager = serving.manager()
+    save(manager, 0)
+    assert manager.all_steps() == [0]
+    manager.leave()
+
+
+def test_after_a_first_save_that_failed_there_is_nothing_to_wait_for(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no memory")
+
+    manager = serving.manager()
+    with monkeypatch.context() as patch:
+        patch.setattr(AttachedMemory, "_write", fail)
+        with pytest.raises(OSError, match="no memory"):
+            save(manager, 0)
+    manager.wait_until_finished()
+    manager.close()
+    again = serving.manager()
+    assert again.all_steps() == []
+    again.leave()
+
+
+def test_a_late_commit_names_its_own_limit(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = serving.manager(storage_timeout_s=0.5)
+    save(manager, 0)
+    monkeypatch.setattr(manager._memory, "ask_storage", lambda step, store: -1)
+    limit = r"1 s waiting .* limit: 2 \* ReplicatedOptions.storage_timeout_s"
+    with pytest.raises(TimeoutError, match=limit):
+        manager.wait_until_finished()
     manager.leave()
 
 
