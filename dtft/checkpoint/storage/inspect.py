@@ -1,9 +1,11 @@
 """Inspects a storage directory: lists, describes, verifies and copies its steps.
 
 Listing uses file names and Orbax's metadata files, without importing Orbax. Values are
-read through `StoredSteps`. Only `copy_step` writes, into another directory.
+read through `StoredSteps`. Only `copy_step` writes, into another directory. A job may
+delete old steps meanwhile; a step whose directory is gone is left out.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -73,7 +75,10 @@ def _missing_file(item: Path, handler: str) -> str:
     can be configured in Orbax.
     """
     if handler == _JSON:
-        files = {path.name for path in item.iterdir()}
+        try:
+            files = set(os.listdir(item))
+        except FileNotFoundError:
+            files = set()
         return "" if files - {COMMIT_FILE} else "metadata"
     if handler != _TREE:
         return ""
@@ -141,17 +146,21 @@ def checkpoints_in(directory: Path | str) -> Path:
 
 def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
     """Lists the complete steps, ascending, and the names of unfinished directories."""
-    steps = [_described(directory / str(it)) for it in storage_steps(directory)]
+    found = [_described(directory / str(it)) for it in storage_steps(directory)]
+    steps = [it for it in found if it is not None]
     unfinished = {path.name for path in directory.glob(f"*{UNFINISHED}*")}
     return steps, sorted(unfinished - {DELETED})
 
 
-def _described(path: Path) -> StoredStep:
+def _described(path: Path) -> StoredStep | None:
+    """Describes the step in a directory; None if the directory is gone."""
+    num_bytes, problem = _bytes_below(path), missing_from(path)
+    try:
+        written = path.stat().st_mtime
+    except FileNotFoundError:
+        return None
     return StoredStep(
-        step=int(path.name),
-        num_bytes=_bytes_below(path),
-        written=path.stat().st_mtime,
-        problem=missing_from(path),
+        step=int(path.name), num_bytes=num_bytes, written=written, problem=problem
     )
 
 
@@ -189,7 +198,27 @@ def describe_step(
 
     Raises:
         CheckpointUnreadable: the record that dtft stored with the step cannot be read.
+        FileNotFoundError: the step was deleted meanwhile.
     """
+    try:
+        return _leaves_and_items(directory, step)
+    except Exception as error:
+        if not (directory / str(step)).is_dir():
+            raise _gone(directory, [step]) from error
+        raise
+
+
+def _gone(directory: Path, steps: Iterable[int]) -> FileNotFoundError:
+    names = ", ".join(map(str, steps))
+    return FileNotFoundError(
+        f"DIR {directory}: step {names} was deleted meanwhile, for example by the job "
+        "that keeps only its newest steps. Give another step."
+    )
+
+
+def _leaves_and_items(
+    directory: Path, step: int
+) -> tuple[list[StoredLeaf], dict[str, Any]]:
     from dtft.checkpoint.state import ITEMS, is_experiment
     from dtft.checkpoint.storage.directory import shown_paths
 
@@ -247,17 +276,24 @@ def verify_step(directory: Path, steps: Iterable[int]) -> dict[int, str]:
 
     Returns:
         Maps each step to a description of its error; "" if the step is intact. A step
-        of stock Orbax, which has no fingerprints, counts as an error.
+        of stock Orbax, which has no fingerprints, counts as an error. A step that was
+        deleted meanwhile is left out.
+
+    Raises:
+        FileNotFoundError: all steps were deleted meanwhile.
     """
     from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
 
-    found = {}
+    found, steps = {}, list(steps)
     for step in steps:
         try:
             _read_all(directory, step)
             found[step] = ""
         except (CheckpointUnreadable, ValueError) as error:
-            found[step] = str(error)
+            if (directory / str(step)).is_dir():
+                found[step] = str(error)
+    if steps and not found:
+        raise _gone(directory, steps)
     return found
 
 
@@ -329,8 +365,10 @@ def _stored(directory: Path) -> "StoredSteps":
 
 
 def _bytes_below(directory: Path) -> int:
-    return sum(
-        os.path.getsize(os.path.join(folder, name))
-        for folder, _, names in os.walk(directory)
-        for name in names
-    )
+    """Sums up the sizes of all files in a directory, without files that vanish."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(folder, name))
+    return total

@@ -13,8 +13,10 @@ import orbax.checkpoint as ocp
 import pytest
 
 from dtft.checkpoint import ReplicatedCheckpointManager
+from dtft.checkpoint.storage import inspect
 from dtft.checkpoint.storage.directory import StorageTier
 from dtft.checkpoint.storage.inspect import missing_from
+from dtft.checkpoint.storage.stored_steps import StoredSteps
 from dtft.cli.dispatch import main
 from tests.support.states import same_bits, state
 
@@ -172,6 +174,57 @@ def test_a_step_without_what_orbax_reads_it_by_is_not_right(
     assert f"step 9, not offered here: {found}" in run("ls", storage)[1]
     code, text, _ = run("verify", storage, "--step", "9")
     assert code == 1 and found in text
+
+
+@pytest.mark.parametrize("name", ["_bytes_below", "missing_from", "items_in"])
+def test_a_step_that_is_deleted_while_steps_are_listed_is_left_out(
+    run: Run, storage: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    look = getattr(inspect, name)
+
+    def late(path: Path) -> Any:
+        if path == storage / "5":
+            shutil.rmtree(path, ignore_errors=True)
+        return look(path)
+
+    monkeypatch.setattr(inspect, name, late)
+    code, text, _ = run("ls", storage, "--json")
+    assert code == 0 and [it["step"] for it in json.loads(text)["steps"]] == [9]
+    assert run("show", storage)[0] == 0
+
+
+def test_a_file_that_vanishes_while_steps_are_listed_is_left_out(
+    run: Run, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walk = os.walk
+
+    def late(path: Path) -> Iterator[Any]:
+        yield from walk(path)
+        yield str(path), [], ["vanished"]
+
+    monkeypatch.setattr(os, "walk", late)
+    code, text, _ = run("ls", storage)
+    assert code == 0 and "2 checkpoints" in text
+
+
+def test_a_step_that_is_deleted_while_it_is_read_is_no_error(
+    run: Run, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = StoredSteps.record
+
+    def late(stored: StoredSteps, step: int) -> Any:
+        if step == 5:
+            shutil.rmtree(storage / "5", ignore_errors=True)
+        return record(stored, step)
+
+    shutil.copytree(storage / "5", storage.parent / "5")
+    monkeypatch.setattr(StoredSteps, "record", late)
+    code, text, _ = run("verify", storage)
+    assert code == 0 and text == "step 9: every leaf is right\n"
+    for action in ("show", "verify"):
+        shutil.copytree(storage.parent / "5", storage / "5")
+        code, _, error = run(action, storage, "--step", "5")
+        assert code == 2 and "step 5 was deleted meanwhile" in error, action
 
 
 def test_the_directory_of_one_step_is_named_as_what_it_is(
