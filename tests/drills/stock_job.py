@@ -75,7 +75,9 @@ def placed(state: Any, mesh: jax.sharding.Mesh, turned: bool) -> Any:
 
 def make(mesh: jax.sharding.Mesh, turned: bool) -> tuple[Any, Any]:
     model = nnx.Linear(12, 6, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(
+        model, optax.adam(1e-2, mu_dtype="bfloat16"), wrt=nnx.Param
+    )
     graph, state = nnx.split((model, optimizer))
 
     @jax.jit(donate_argnums=0)
