@@ -481,7 +481,7 @@ class ClosedAsItConnects(EtcdStore):
 
     def _exchange(
         self, connection: Connection, call: Any, headers: dict[str, str], end: float
-    ) -> bytes:
+    ) -> tuple[int, bytes]:
         self.used = [connection]
         self.close()
         connection.open(end)

@@ -48,6 +48,7 @@ from dtft.elastic.store.etcd_wire import (
     EtcdStream,
     change_request,
     comparison,
+    decode_reply,
     encode,
     error_text,
     event_value,
@@ -410,7 +411,7 @@ class EtcdStore:
                     connection.open(limit)
                 headers = self._headers(connection, call.operation, limit)
                 sent, wait_until = True, limit if call.repeat else end
-                raw = self._exchange(connection, call, headers, wait_until)
+                answer = self._exchange(connection, call, headers, wait_until)
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 broken = kept and not isinstance(error, TimeoutError)
@@ -424,7 +425,7 @@ class EtcdStore:
                 raise self._unavailable(call.operation, {text: problem}) from error
             if self._closed:  # `close` may have run before the connection opened
                 connection.close()
-            reply = self._reply(endpoint, call, raw)
+            reply = self._reply(endpoint, call, *answer)
             if reply is not None:
                 self._members.answered(endpoint)
                 return reply
@@ -433,23 +434,22 @@ class EtcdStore:
 
     def _exchange(
         self, connection: Connection, call: _Call, headers: dict[str, str], end: float
-    ) -> bytes:
+    ) -> tuple[int, bytes]:
         return connection.post(call.path, call.body, headers, end)
 
     def _reply(
-        self, endpoint: tuple[str, int], call: _Call, raw: bytes
+        self, endpoint: tuple[str, int], call: _Call, status: int, body: bytes
     ) -> dict[str, Any] | None:
         """Parses a reply to `call`; returns None if it reports an invalid login token.
+
+        `status` and `body` are the reply's HTTP status and body.
 
         Raises:
             _Elsewhere: another member may be tried.
             StoreUnavailable, ValueError: the member refused the request.
         """
         said = f"store {endpoint_text(endpoint)}: {call.operation}"
-        try:
-            reply = json.loads(raw)
-        except ValueError:
-            reply = {"error": raw[:200].decode(errors="replace")}
+        reply = decode_reply(call.path, status, body)
         if "error" not in reply:
             return reply
         message = error_text(reply)
@@ -494,8 +494,8 @@ class EtcdStore:
             body=json.dumps(body).encode(),
             repeat=True,
         )
-        raw = self._exchange(connection, call, _HEADERS, end)
-        reply = self._reply(connection.endpoint, call, raw)
+        answer = self._exchange(connection, call, _HEADERS, end)
+        reply = self._reply(connection.endpoint, call, *answer)
         if not reply or "token" not in reply:
             raise _Elsewhere("it gave no token")
         return str(reply["token"])

@@ -128,16 +128,57 @@ def next_position(position: int, result: dict[str, Any], events: Events) -> int:
     return max(position, int(result["header"]["revision"]) + 1)
 
 
+def decode_reply(path: str, status: int, body: bytes) -> dict[str, Any]:
+    """Decodes the reply to a call; an error reply has the field "error".
+
+    A reply with an HTTP status of 400 or more is an error reply, whatever its body is:
+    etcd 3.6 leaves out the field "error" that etcd 3.5 sends. A reply that no etcd
+    sends becomes an error reply, too. All replies of etcd have a header with the
+    cluster's id, except that the reply to `maintenance/defragment` is empty.
+
+    Args:
+        path: URL path of the call.
+        status: HTTP status of the reply.
+        body: body of the reply.
+    """
+    try:
+        found = json.loads(body)
+    except ValueError:
+        found = None
+    reply = found if isinstance(found, dict) else {}
+    is_error = status >= 400 or "error" in reply
+    if is_error and (message := error_text(reply)):
+        return {"error": message, "code": grpc_code(reply)}
+    result = reply.get("result")  # of a stream
+    header = (result if isinstance(result, dict) else reply).get("header")
+    named = isinstance(header, dict) and "cluster_id" in header
+    if not is_error and (named or path == "maintenance/defragment" and found == {}):
+        return reply
+    shown = f"HTTP status {status}: {body[:200].decode(errors='replace')}"
+    if is_error:
+        return {"error": shown, "code": grpc_code(reply)}
+    return {"error": f"this is no reply of etcd ({shown}). Give --store an etcd"}
+
+
 def grpc_code(reply: Mapping[str, Any]) -> int:
-    """Returns the gRPC code of an error reply to a call or watch; 0 if no error."""
+    """Returns the gRPC code of an error reply to a call or watch; 0 for no code.
+
+    The code is in the field "code"; for a watch and `lease/keepalive` it is in the
+    field "error", as "grpc_code" (etcd 3.5) or "code" (etcd 3.6).
+    """
     error = reply.get("error")
-    found = error.get("grpc_code") if isinstance(error, dict) else reply.get("code")
-    return int(found or 0)
+    fields = error if isinstance(error, dict) else reply
+    found = fields.get("grpc_code", fields.get("code"))
+    return found if isinstance(found, int) else 0
 
 
 def error_text(reply: Mapping[str, Any]) -> str:
-    """Returns the error message of a reply; "" without an error."""
-    error = reply.get("error", "")
+    """Returns the error message of an error reply; "" for no message.
+
+    The message is the field "error" (etcd 3.5) or "message" (etcd 3.6); for a watch and
+    `lease/keepalive` it is the field "message" of "error".
+    """
+    error = reply.get("error", reply.get("message", ""))
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
@@ -304,11 +345,14 @@ class _Readable(io.RawIOBase):
 _LONGEST_LINE, _MOST_HEADERS = 1 << 16, 100
 
 
-def read_reply(sock: socket.socket, end: float) -> tuple[bytes, bool]:
-    """Reads one HTTP/1 reply; returns its body, and whether the peer then disconnects.
+def read_reply(sock: socket.socket, end: float) -> tuple[int, bytes, bool]:
+    """Reads one HTTP/1 reply.
 
     `http.client` is not used here, because it parses headers like those of an e-mail,
     which takes longer than the rest of a call.
+
+    Returns:
+        The HTTP status, the body, and whether the peer then disconnects.
 
     Raises:
         OSError: no complete reply by the time `end`.
@@ -320,15 +364,16 @@ def read_reply(sock: socket.socket, end: float) -> tuple[bytes, bool]:
             version, status, headers = _reply_head(reader)
         closes = version < b"HTTP/1.1" or headers.get(b"connection") == b"close"
         if status in (204, 304):
-            return b"", closes
+            return status, b"", closes
         try:
             if headers.get(b"transfer-encoding") == b"chunked":
-                return _chunked_body(reader), closes
+                return status, _chunked_body(reader), closes
             if b"content-length" in headers:
-                return _exactly(reader, int(headers[b"content-length"])), closes
+                body = _exactly(reader, int(headers[b"content-length"]))
+                return status, body, closes
         except ValueError as error:
             raise http.client.HTTPException(f"a wrong length: {error}") from error
-        return reader.read(), True
+        return status, reader.read(), True
 
 
 def _reply_head(
@@ -409,8 +454,8 @@ class Connection:
 
     def post(
         self, path: str, body: bytes, headers: Mapping[str, str], end: float
-    ) -> bytes:
-        """Sends one request and returns the body of the reply.
+    ) -> tuple[int, bytes]:
+        """Sends one request; returns the HTTP status and the body of the reply.
 
         Raises:
             OSError: no complete reply by `end`; the request may have been applied.
@@ -421,10 +466,10 @@ class Connection:
         sock = self._sock
         sock.settimeout(left_s(end))
         sock.sendall(_request(self.endpoint, path, body, headers, "1.1"))
-        found, closes = read_reply(sock, end)
+        status, found, closes = read_reply(sock, end)
         if closes:
             self.close()
-        return found
+        return status, found
 
     def close(self) -> None:
         """Closes the connection; `open` can connect again."""
@@ -537,7 +582,7 @@ class EtcdStream:
 
         Raises:
             OSError: the connection has ended.
-            ValueError: the message is not JSON.
+            ValueError: the received bytes are not a message of etcd.
         """
         if b"\n" not in self._buffer:
             with contextlib.suppress(TimeoutError):
@@ -546,7 +591,14 @@ class EtcdStream:
         if not newline:
             return None
         self._buffer = rest
-        return json.loads(line) if line.strip() else None
+        if not line.strip():
+            return None
+        message = json.loads(line)
+        if not isinstance(message, dict) or not (
+            "error" in message or isinstance(message.get("result"), dict)
+        ):
+            raise ValueError(f"this is no message of etcd: {line[:200]!r}")
+        return message
 
     def _read(self) -> None:
         data = self._socket.recv(1 << 16)

@@ -4,11 +4,14 @@ After every change the complete copy is reported, with the store's revision. If 
 watch loses history or the store loses data, the keys are listed again.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from dtft.elastic.store.api import KeyValue, Resync, Store, StoreUnavailable
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 
@@ -56,6 +59,7 @@ class ThreadMirrors:
 
 
 def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) -> None:
+    said = ""
     while not stop.is_set():
         try:
             pairs, revision = store.list(prefix)
@@ -72,4 +76,13 @@ def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) 
                         copy.pop(event.kv.key, None)
                 changed(dict(copy), revision)
         except StoreUnavailable:
+            stop.wait(RETRY_S)
+        except (LookupError, TypeError, ValueError) as error:
+            if (text := repr(error)) != said:
+                said = text
+                logger.warning(
+                    "the store's answer for the keys %s cannot be read (%s): trying "
+                    "again every %.1f s",
+                    *(prefix, text, RETRY_S),
+                )
             stop.wait(RETRY_S)
