@@ -18,7 +18,7 @@ import json
 import logging
 import queue
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +141,10 @@ class SalvagedStep:
 
 
 def choose(
-    holdings: Sequence[Holding], roots: Mapping[int, str], above: int
+    holdings: Sequence[Holding],
+    roots: Mapping[int, str],
+    above: int,
+    corrupt: Collection[str] = (),
 ) -> SalvagedStep:
     """Chooses the newest step whose slices are complete and consistent.
 
@@ -150,11 +153,13 @@ def choose(
         roots: maps step to root digest (one digest over all slices), for each commit
             that is known to be recorded.
         above: the newest step in storage; only later steps are considered.
+        corrupt: copies that are not used, as `FetchFailed.corrupt` names them.
 
     Raises:
         NotSalvaged: no host answered, or no later step is complete and consistent.
     """
     reasons: list[str] = []
+    holdings = [_without(it, corrupt) for it in holdings]
     steps = {step for it in holdings for step in it.held if step > above}
     for step in sorted(steps, reverse=True):
         for text in dict.fromkeys(it.layout for it in holdings if step in it.held):
@@ -165,7 +170,23 @@ def choose(
             reasons.append(f"step {step}: {found}")
     if not holdings:
         raise NotSalvaged("no host answered")
-    raise NotSalvaged("; ".join(reasons[:3]) or f"no step after {above} is in memory")
+    reasons = reasons[:3] or [f"no step after {above} is in memory"]
+    if corrupt:
+        reasons.append(f"corrupt copies: {', '.join(sorted(corrupt)[:3])}")
+    raise NotSalvaged("; ".join(reasons))
+
+
+def _without(holding: Holding, corrupt: Collection[str]) -> Holding:
+    """Returns the copies without those that `corrupt` names."""
+    held = {
+        step: {
+            key: digest
+            for key, digest in copies.items()
+            if f"{holding.host} step {step}: {key}" not in corrupt
+        }
+        for step, copies in holding.held.items()
+    }
+    return dataclasses.replace(holding, held=held)
 
 
 def _complete(
@@ -244,7 +265,7 @@ class Salvage:
         """Writes the newest complete step in the hosts' memory to storage.
 
         If a slice cannot be fetched, queries the hosts again and chooses again, until
-        the limit.
+        the limit. Copies that a fetch has found to be corrupt are not chosen again.
 
         Args:
             roots: maps step to root digest (one digest over all slices), for each
@@ -263,12 +284,15 @@ class Salvage:
         try:
             stored = max(storage_steps(self.storage_directory), default=0)
             problem: Exception | None = None
+            corrupt: set[str] = set()
             while time.monotonic() < end:
-                choice = choose(self._ask_all(), roots, stored)
+                choice = choose(self._ask_all(), roots, stored, corrupt)
                 try:
                     return self._write(choice, end)
-                except FetchFailed as error:  # a newer step has replaced it
+                except FetchFailed as error:  # replaced by a newer step, or corrupt
                     problem = error
+                    corrupt.update(error.corrupt)
+                    logger.warning("salvage of step %d: %s", choice.step, error)
             raise NotSalvaged(f"not within {limit_s:.0f} s: {problem or 'too slow'}")
         except (OSError, ValueError) as error:
             raise NotSalvaged(str(error)) from error

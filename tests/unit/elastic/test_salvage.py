@@ -1,20 +1,31 @@
 """What hosts offer at a forced end, and which step of their memory is written."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.replication.copy_placement import place_copies
-from dtft.checkpoint.state.digests import digest_root
+from dtft.checkpoint.state.digests import chunk_digests, digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.server import TransportServer, connect
-from dtft.elastic.host.salvage import Holding, NotSalvaged, choose, serve_salvage
+from dtft.elastic.host import salvage
+from dtft.elastic.host.salvage import (
+    CHUNK_BYTES,
+    Holding,
+    NotSalvaged,
+    Salvage,
+    choose,
+    serve_salvage,
+    undivided,
+    write_address,
+)
 from dtft.elastic.transfer.replica_server import Inbox
-from tests.support.hosts import stage
+from tests.support.hosts import JOB, Host, hosts, replicated, stage
 
 MESH = MeshLayout(axis_names=("fsdp",), axis_sizes=(2,), slots=(0, 1))
 LAYOUT = Layout(
@@ -116,3 +127,66 @@ def test_a_step_that_is_dropped_meanwhile_is_not_offered(
         channel.send({"done": True}, timeout_s=5.0)
     (offered,) = told["holders"]
     assert list(offered["held"]) == list(offered["items"]) == [8]
+
+
+class Exporter:
+    """In place of the exporter process: says of each step that it is stored."""
+
+    saved: bytes
+    """The digests of the newest step, in the order of its arrays."""
+
+    def __init__(self, opening: Any, log_path: Path, hear: Callable[..., None]) -> None:
+        self._hear = hear
+
+    def save(self, made: Callable[[], dict[str, Any]], limit_s: float) -> None:
+        fields = made()
+        Exporter.saved = b"".join(map(bytes.fromhex, fields["digests"]))
+        self._hear(self, {"ok": True, "step": fields["step"]})
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def corrupt(host: Host, key: str) -> None:
+    """Flips a byte of a host's newest copy of a slice, in its memory."""
+    view = host.holder.here(max(host.holder.steps()))[key].views[0]
+    view[len(view) // 2] ^= 1
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_corrupt_copies_are_left_out_of_the_next_choice(
+    recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(salvage, "start_exporter", Exporter)
+    layout = replicated(2)
+    (tmp_path / "checkpoints").mkdir()
+    with hosts(tmp_path, layout) as (a, b):
+        for host in (a, b):
+            stage(host.holder, 7, lambda key, size: bytes(size))
+            memory = tmp_path / f"host-{host.slot}"
+            memory.mkdir()
+            write_address(memory, host.address, tls=False)
+        recorded_digests = {key: it for key, _, it in a.holder.copies(7) if it}
+        roots = {7: digest_root(recorded_digests.items())} if recorded else {}
+        work = Salvage(
+            job=JOB.job,
+            secret=JOB.secret,
+            memory_directories={f"host-{it}": tmp_path / f"host-{it}" for it in (0, 1)},
+            scratch=tmp_path / "dtft-salvage",
+            storage_directory=tmp_path / "checkpoints",
+            storage_keep=2,
+            log_path=tmp_path / "log",
+        )
+        keys = [it.key for it in layout.slices(0) if it.nbytes > 7]
+        corrupt(a, keys[0])
+        corrupt(b, keys[1])
+        assert work.run(roots, 10.0) == 7
+        whole = [bytes(it.nbytes) for it in undivided(layout).slices(0)]
+        assert Exporter.saved == b"".join(
+            chunk_digests(it, CHUNK_BYTES) for it in whole
+        )
+        corrupt(b, keys[0])
+        with pytest.raises(
+            NotSalvaged, match=f"corrupt copies: host-0 step 7: {keys[0][:3]}"
+        ):
+            work.run(roots, 10.0)
