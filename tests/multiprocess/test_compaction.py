@@ -8,7 +8,7 @@ import pytest
 from benchmarks.etcd_commits import run
 from dtft.elastic.store import membership as upkeep_module
 from dtft.elastic.store.address import StoreAddress
-from dtft.elastic.store.api import StoreFull
+from dtft.elastic.store.api import StoreFull, StoreUnavailable
 from dtft.elastic.store.embedded import EmbeddedEtcd
 from dtft.elastic.store.etcd import EtcdStore
 from dtft.elastic.store.membership import (
@@ -49,6 +49,27 @@ def test_between_one_and_two_periods_of_history_are_kept() -> None:
     assert len(store.compacted) == 3
     compaction.wrote(PERIOD_BYTES)  # large writes make a period by themselves
     assert len(store.compacted) == 4
+
+
+class Refusing(Counting):
+    """Refuses to compact a revision twice, as etcd does."""
+
+    def compact(self, revision: int) -> None:
+        if revision <= max(self.compacted, default=0):
+            raise StoreUnavailable("required revision has been compacted")
+        super().compact(revision)
+
+
+def test_a_leader_that_leads_again_compacts_again() -> None:
+    store = Refusing()
+    first, second = Compaction(store), Compaction(store)
+    for compaction, periods in ((first, 2), (second, 3), (first, 3)):
+        before = len(store.compacted)
+        for _ in range(periods):
+            store.put("/k", b"v")
+            compaction.wrote(PERIOD_BYTES)
+        assert len(store.compacted) > before
+    assert store.compacted[-1] == store.list("")[1] - 1
 
 
 def test_a_store_is_not_made_smaller_again_and_again() -> None:

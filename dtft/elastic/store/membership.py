@@ -81,10 +81,11 @@ class Compaction:
         self._bytes = self._writes = 0
         try:
             _, now = self._store.list("none/")
-            if self._mark:
-                self._store.compact(self._mark)
-            self._mark = now
-        except (StoreUnavailable, ValueError) as error:  # perhaps compacted already
+            mark, self._mark = self._mark, now
+            if mark:
+                self._store.compact(mark)
+        except (StoreUnavailable, ValueError) as error:
+            # etcd refuses a mark that another leader's compaction has passed.
             logger.info("the store's history was not compacted: %s", error)
 
     def reclaim(self) -> None:
