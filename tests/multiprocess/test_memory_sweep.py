@@ -118,6 +118,20 @@ def test_another_start_may_remove_the_directory_first(
     remove_memory_directory(path)
 
 
+@pytest.mark.parametrize("freed", ["removed twice", "removed by hand"])
+def test_a_successors_directory_is_not_removed(tmp_path: Path, freed: str) -> None:
+    path = tmp_path / "dtft-j-a"
+    make_memory_directory(path)
+    if freed == "removed twice":
+        remove_memory_directory(path)
+    else:
+        shutil.rmtree(path)
+    with owner(path):
+        remove_memory_directory(path)
+        assert (path / "arena").stat().st_size == 1 << 20
+        assert sweep_memory(tmp_path) == []
+
+
 def test_a_process_of_another_pid_namespace_lives(tmp_path: Path) -> None:
     unshare = ("unshare", "--pid", "--fork", "--kill-child")
     if subprocess.run([*unshare, "true"]).returncode:

@@ -104,7 +104,7 @@ def make_memory_directory(directory: Path) -> None:
     if line := swept_line(directory.parent, sweep_memory(directory.parent)):
         with contextlib.suppress(OSError):
             print(line, flush=True)
-    _let_go(directory)
+    remove_memory_directory(directory)
     fresh = directory.parent / f"{_FRESH}{secrets.token_hex(8)}"
     fresh.mkdir(mode=0o700)
     lock = os.open(fresh / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -168,17 +168,29 @@ def _other_user(path: Path) -> int | None:
 
 
 def remove_memory_directory(directory: Path) -> None:
-    """Removes a host's memory directory and frees its lock; absence is no error."""
-    shutil.rmtree(directory, ignore_errors=True)
-    _let_go(directory)
+    """Removes a host's memory directory that this process has locked; frees the lock.
 
-
-def _let_go(directory: Path) -> None:
+    Does nothing if this process holds no lock, as after an earlier removal. The next
+    agent of the same name may already have the directory's path then.
+    """
     with _holding:
         lock = _held.pop(directory, None)
-    if lock is not None:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
+    if lock is None:
+        return
+    with contextlib.suppress(OSError):
+        if _is_owner(lock, directory):
+            shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
+
+
+def _is_owner(lock: int, directory: Path) -> bool:
+    """Whether an open lock file is the one that is in the directory now.
+
+    Raises:
+        FileNotFoundError: the directory has no lock file.
+    """
+    mine, now = os.fstat(lock), os.stat(directory / OWNER, follow_symlinks=False)
+    return (mine.st_dev, mine.st_ino) == (now.st_dev, now.st_ino)
 
 
 # ------------------------------------------------------------------------- sweeping
@@ -255,10 +267,7 @@ def _remove_dead(path: Path) -> int | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Another sweeper may have renamed the directory, and an agent reused the name.
-        mine, now = os.fstat(lock), os.stat(path / OWNER, follow_symlinks=False)
-        if (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino):
-            return None
-        return _remove(path)
+        return _remove(path) if _is_owner(lock, path) else None
     except (BlockingIOError, FileNotFoundError):
         return None
     finally:
