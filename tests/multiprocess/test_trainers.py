@@ -6,16 +6,19 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dtft.checkpoint.managers.agent_link import AGENT_SOCKET, NoAgent, ask, attach
 from dtft.elastic.host import trainers as module
+from dtft.elastic.host.follower import MOST_WARM_S, WARM_S, Follower
 from dtft.elastic.host.trainers import AttachedTrainer, Command, Trainers
 from dtft.elastic.processes import ended_with, process_alive
 from tests.support.desks import agent_config
-from tests.support.hosts import wait_until
+from tests.support.hosts import JOB, wait_until
+from tests.support.virtual_loop import VirtualLoop
 
 Events = queue.Queue[tuple[Any, ...]]
 TRAINER = """
@@ -86,6 +89,89 @@ def test_a_standby_that_was_started_before_has_the_slot(
     trainers.let_go()
     assert events.get(timeout=20) == ("trainer_exit", ident, -9)
     assert not trainers.exited(ident)  # nobody's any more
+
+
+@pytest.mark.parametrize("killed_by", ["itself", "the agent"])
+def test_a_standby_that_ends_by_itself_is_told_of(
+    trainers: Trainers, events: Events, killed_by: str
+) -> None:
+    trainers.ensure_standby()
+    ident = trainers.waiting
+    if killed_by == "itself":
+        process = trainers._known[ident].process
+        assert process is not None
+        process.kill()
+    else:
+        trainers.let_go("the job's state is bad", waiting=True)
+    assert events.get(timeout=20) == ("trainer_exit", ident, -9)
+    if killed_by == "itself":
+        assert events.get(timeout=20) == ("standby_exit", -9)
+    time.sleep(0.1)
+    assert events.empty() and not trainers.waiting
+
+
+class Standbys:
+    """In place of trainers: counts the standbys that are started."""
+
+    def __init__(self) -> None:
+        self.started, self.can_start = 0, True
+        self.emit: Any = None
+
+    def bind(self, emit: Any) -> None:
+        self.emit = emit
+
+    def ensure_standby(self) -> None:
+        if not self.can_start:
+            raise OSError("no memory")
+        self.started += 1
+
+
+@pytest.mark.parametrize("can_start", [True, False])
+def test_a_standby_that_fails_is_started_again_after_longer_and_longer_pauses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, can_start: bool
+) -> None:
+    loop, standbys = VirtualLoop(), Standbys()
+    parts: Any = SimpleNamespace(
+        trainers=standbys, board=None, copies=None, exports=None, resharding=None
+    )
+    made: list[Follower] = []
+    made.append(
+        Follower(
+            agent_config(tmp_path, "a"),
+            JOB,
+            parts,
+            loop,
+            lambda *event: made[0].happened(*event),
+            lambda op, **fields: None,
+        )
+    )
+    (follower,) = made
+    standbys.can_start = can_start
+
+    def release_until_a_start() -> float:
+        """Seconds of releases, one every 0.5 s, until a standby is started."""
+        began, before = loop.now(), standbys.started
+        while standbys.started == before:
+            follower.warm()
+            loop.turn(0.5)
+            if not can_start and loop.now() > began + 200:
+                return 0.0
+        standbys.emit("standby_exit", 1)
+        return loop.now() - began - 0.5
+
+    if can_start:
+        pauses = [release_until_a_start() for _ in range(7)]
+        assert pauses == [0, 5, 10, 20, 40, 60, 60]
+    else:
+        release_until_a_start()
+    assert caplog.text.count("the next one is started after 5 s") == 1
+    said = "ended with code 1" if can_start else "can be started (no memory)"
+    assert said in caplog.text
+    standbys.can_start = True
+    loop.turn(2 * MOST_WARM_S)
+    assert release_until_a_start() == 0.0
+    assert release_until_a_start() == WARM_S
+    assert caplog.text.count("the next one is started after 5 s") == 2
 
 
 @pytest.mark.parametrize("linked_first", [True, False])

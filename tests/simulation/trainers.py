@@ -713,7 +713,8 @@ class SimTrainers:
             return
         was_killed = trainer.ident in self._dying
         self._dying.discard(trainer.ident)
-        self._waiting = None if trainer is self._waiting else self._waiting
+        was_standby = trainer is self._waiting
+        self._waiting = None if was_standby else self._waiting
         self.trainer = None if trainer is self.trainer else self.trainer
         self._member = None if trainer is self._member else self._member
         if self._leaving is not None and self._leaving[0] is trainer:
@@ -724,6 +725,8 @@ class SimTrainers:
             if other is not None:
                 self.begin(other)
         self._emit("trainer_exit", trainer.ident, code)
+        if was_standby and not was_killed:
+            self._emit("standby_exit", code)
 
     def exited(self, ident: int) -> bool:
         """See `Trainers.exited`."""

@@ -11,6 +11,7 @@ decides slot, step and peers.
 import functools
 import itertools
 import logging
+import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -63,8 +64,10 @@ Handler = Callable[[SlotTask, Message], None]
 
 LOOK_S = 1.0
 """Seconds between two checks of the trainer's progress."""
-WARM_S = 5.0
-"""Seconds until a failed start of a standby trainer is tried again."""
+WARM_S, MOST_WARM_S = 5.0, 60.0
+"""Seconds until a standby trainer is started again after a failed start or after its
+end. The pause begins at `WARM_S` and doubles with each failure, up to `MOST_WARM_S`. It
+begins anew after `2 * MOST_WARM_S` seconds without a failure."""
 LEAVE_S = 2.0
 """Seconds that a trainer has to give up its slot; then it is killed."""
 STACKS_S = 0.3
@@ -147,7 +150,9 @@ class Follower:
         """The last `prepare` order that this host accepted; None before the first."""
         self._commits: list[Commit] = []
         """At most `KEPT_COMMITS` commits that this host knows, newest first."""
-        self._warm_at = 0.0
+        self._warm_at, self._warm_s, self._warm_failed_at = 0.0, 0.0, -math.inf
+        """Time of the next start of a standby, the last pause in seconds, and the time
+        of the last failure."""
         self._leaves = itertools.count(1)
         self._left: tuple[int, Callable[[int | None], None]] | None = None
         """Number of the order to the trainer to give up its slot, and the function to
@@ -194,20 +199,43 @@ class Follower:
         """Starts a standby trainer, so that imports are done before a slot is taken.
 
         Does nothing if a trainer waits already, if the user starts the trainers, or
-        within `WARM_S` seconds of a failed start. If this host has no standby when it
-        gets a slot, it starts its trainer at that time, and reports `unfit` if that
-        start fails.
+        during the pause after a failed start or after a standby's end (`WARM_S`). If
+        this host has no standby when it gets a slot, it starts its trainer at that
+        time, and reports `unfit` if that start fails.
         """
         if self._loop.now() < self._warm_at:
             return
         try:
             self._trainers.ensure_standby()
         except OSError as error:
-            self._warm_at = self._loop.now() + WARM_S
+            self._standby_failed(f"no standby trainer can be started ({error})")
+
+    def standby_exited(self, code: int) -> None:
+        """Delays the start of the next standby, because the last one has ended.
+
+        `code` is the return code of the trainer, which ended before it got a slot.
+        """
+        self._standby_failed(
+            f"the standby trainer has ended with code {code} before it got a slot (see "
+            f"{self._config.trainer_log})"
+        )
+
+    def _standby_failed(self, what: str) -> None:
+        """Lets the pause before the next start of a standby begin; logs `what` once.
+
+        Failures without `2 * MOST_WARM_S` seconds between them are logged once.
+        """
+        now = self._loop.now()
+        if now < self._warm_failed_at + 2 * MOST_WARM_S:
+            self._warm_s = min(2 * self._warm_s, MOST_WARM_S)
+        else:
+            self._warm_s = WARM_S
             logger.warning(
-                "no standby trainer can be started (%s): trying again after %.0f s",
-                *(error, WARM_S),
+                "%s: the next one is started after %.0f s. The pause doubles with each "
+                "failure, up to %.0f s",
+                *(what, WARM_S, MOST_WARM_S),
             )
+        self._warm_failed_at, self._warm_at = now, now + self._warm_s
 
     @property
     def attachment(self) -> tuple[int, int]:
@@ -276,6 +304,8 @@ class Follower:
                 self.trainer_says(*values)
             case "trainer_exit":
                 self.trainer_exited(*values)
+            case "standby_exit":
+                self.standby_exited(*values)
             case "left_slot":
                 self.left_slot(*values)
             case "joined":

@@ -151,6 +151,8 @@ class Trainers:
     * ("trainer_exit", ident, code): a trainer has ended. For a process that the agent
       started, `code` is the return code. For a user's process, `code` is 1 if the
       process had sent `left`, else 0.
+    * ("standby_exit", code): a waiting trainer that the agent started has ended by
+      itself, with this return code.
     * ("attachment",): a user's process has attached or gone.
     * ("left_slot", number, code): the trainer has given up its slot as ordered
       (`leave`), or has ended before. `number` identifies the order. `code` is the
@@ -638,6 +640,7 @@ class Trainers:
             was_killed = trainer.ident in self._dying
             self._dying.discard(trainer.ident)
             was_attached = trainer is self._attached
+            was_standby = trainer is self._waiting and trainer.process is not None
             self._waiting = None if trainer is self._waiting else self._waiting
             self._trainer = None if trainer is self._trainer else self._trainer
             self._member = None if trainer is self._member else self._member
@@ -651,6 +654,8 @@ class Trainers:
                 if other is not None:
                     self._begin(other)
             self._tell("trainer_exit", trainer.ident, code)
+            if was_standby and not was_killed:
+                self._tell("standby_exit", code)
 
     def exited(self, ident: int) -> bool:
         """Returns whether the ended trainer `ident` had this host's slot.
