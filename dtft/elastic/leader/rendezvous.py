@@ -68,7 +68,8 @@ MOST_REHEARSED = 8
 """Largest number of formations for which a process compiles ahead."""
 BALLOTS = 1 << 20
 """The number of a new world is the leader's term times `BALLOTS`, plus the number of
-the leader's round."""
+the leader's round, modulo 2**63: larger numbers are not valid in messages. The number
+is only compared for equality."""
 STORAGE_PAUSE_S = 5.0
 """Seconds between two listings of storage while the job waits for it: storage does not
 answer, cannot be listed, or has lost its steps."""
@@ -828,7 +829,7 @@ class Rendezvous:
             self._because = found
         term, counter = round_.ballot
         return new_world(
-            term * BALLOTS + counter,
+            (term * BALLOTS + counter) % (1 << 63),
             slots,
             lasts=self._config.hot_swap,
             served=self._config.is_served_by_one,

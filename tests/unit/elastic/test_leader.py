@@ -1,6 +1,7 @@
 """When the leader begins to form: the order in which it hears of hosts is open."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,22 @@ def test_a_host_counts_once_it_is_connected(desk: Desk, order: tuple[str, ...]) 
     desk.turn()
     assert "waiting_for_host" not in desk.kinds()
     assert desk.assignment is not None and desk.assignment.slots == ("a", "b")
+
+
+@pytest.mark.parametrize("era", [1, 7, 8, 16, 1000])
+def test_the_worlds_of_every_era_have_valid_numbers(desk: Desk, era: int) -> None:
+    desk.put("m/era", json.dumps({"era": era, "id": "x"}))
+    numbers: set[int] = set()
+    for _ in range(2):
+        desk.begin()
+        desk.join("b")
+        desk.answer("a")
+        desk.answer("b")
+        desk.turn()
+        orders = desk.take("prepare")
+        assert [host for host, _ in orders] == ["a", "b"]
+        numbers |= {fields["world"]["number"] for _, fields in orders}
+    assert len(numbers) == 2 and all(0 < it < 1 << 63 for it in numbers)
 
 
 def test_a_registered_host_that_does_not_connect_is_waited_for_some_time(
