@@ -28,6 +28,7 @@ from dtft.elastic.store.embedded import EmbeddedEtcd
 from dtft.elastic.store.etcd import EtcdStore, version_warning
 from dtft.elastic.store.etcd_wire import Connection
 from dtft.elastic.store.memory import MemoryStore
+from dtft.elastic.store.mirror import ThreadMirrors
 from tests.support.hosts import wait_until
 from tests.support.watches import AnyStore, Watcher
 
@@ -398,6 +399,71 @@ def test_quiet_watch_connects_again(
     assert values == list(range(40))
     watcher.end()
     store.close()
+
+
+def test_a_watch_that_connects_again_lists_a_store_that_is_not_as_known(
+    server: EmbeddedEtcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(etcd_module, "_QUIET_S", 0.1)
+    store, asked = EtcdStore(server.address), list[bytes]()
+    store.put("/known/a", b"1")
+    store.put("/known/b", b"1")
+    value = b"1"
+
+    def known() -> list[Compare]:
+        asked.append(value)
+        return [Compare(key="/known/a", target="value", value=value)]
+
+    watcher = Watcher(store, "/known/", store.list("/known/")[1] + 1, known)
+    wait_until(lambda: len(asked) > 3)
+    store.put("/known/b", b"2")
+    assert shape(watcher.batch()) == [("put", "b", b"2")]
+    wait_until(lambda: len(asked) > 6)
+    assert watcher.silent()
+    value = b"of other data"
+    batch = watcher.batch()
+    assert isinstance(batch, Resync)
+    assert shape(batch) == [("put", "a", b"1"), ("put", "b", b"2")]
+    watcher.end()
+    store.close()
+
+
+def test_a_mirror_follows_a_store_that_lost_its_data_and_went_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    etcd = EmbeddedEtcd(tmp_path)
+    etcd.start()
+    etcd.wait_ready()
+    store, told = EtcdStore(etcd.address), list[set[str]]()
+    grown = threading.Event()
+    store.put("/j/a", b"1")
+    monkeypatch.setattr(etcd_module, "_PAUSES_S", (0.0,))
+    stream = etcd_module.EtcdStream
+
+    def connect(*given: Any) -> Any:
+        """The watch is back when the store has made more revisions than before."""
+        grown.wait(20)
+        return stream(*given)
+
+    grown.set()
+    monkeypatch.setattr(etcd_module, "EtcdStream", connect)
+    end = ThreadMirrors(store).mirror("/j/", lambda pairs, _: told.append(set(pairs)))
+    try:
+        wait_until(lambda: told == [{"/j/a"}])
+        store.put("/j/b", b"1")
+        wait_until(lambda: told[-1] == {"/j/a", "/j/b"})
+        grown.clear()
+        etcd.stop()
+        etcd.start()
+        etcd.wait_ready()
+        for _ in range(9):
+            store.put("/j/c", b"2")
+        grown.set()
+        wait_until(lambda: told[-1] == {"/j/c"})
+    finally:
+        end()
+        store.close()
+        etcd.stop()
 
 
 def test_unreachable_store() -> None:

@@ -377,7 +377,11 @@ class Client:
         self._read(lambda store: store.revoke(lease))
 
     def watch(
-        self, prefix: str, start_revision: int, stop: threading.Event
+        self,
+        prefix: str,
+        start_revision: int,
+        stop: threading.Event,
+        known: Callable[[], Sequence[Compare]] = tuple,
     ) -> Iterator[Events]:
         """Not used: mirrors are simulated."""
         raise AssertionError("a simulated store is watched by its mirrors")

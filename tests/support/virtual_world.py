@@ -79,10 +79,14 @@ class Door:
         self._pass("revoke", lambda: self.store.revoke(lease))
 
     def watch(
-        self, prefix: str, start_revision: int, stop: threading.Event
+        self,
+        prefix: str,
+        start_revision: int,
+        stop: threading.Event,
+        known: Callable[[], Sequence[Compare]] = tuple,
     ) -> Iterator[Events]:
         """See `Store.watch`."""
-        return self.store.watch(prefix, start_revision, stop)
+        return self.store.watch(prefix, start_revision, stop, known)
 
     def compact(self, revision: int) -> None:
         """See `Store.compact`."""

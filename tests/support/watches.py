@@ -2,8 +2,10 @@
 
 import queue
 import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from dtft.elastic.store.api import Events, StoreEvent
+from dtft.elastic.store.api import Compare, Events, StoreEvent
 from dtft.elastic.store.etcd import EtcdStore
 from dtft.elastic.store.memory import MemoryStore
 
@@ -13,16 +15,23 @@ AnyStore = MemoryStore | EtcdStore
 class Watcher:
     """Runs a watch in a thread and hands out what it yields."""
 
-    def __init__(self, store: AnyStore, prefix: str, revision: int) -> None:
+    def __init__(
+        self,
+        store: AnyStore,
+        prefix: str,
+        revision: int,
+        known: Callable[[], Sequence[Compare]] = tuple,
+    ) -> None:
         self._batches: queue.Queue[Events] = queue.Queue()
         self.stop = threading.Event()
         self.thread = threading.Thread(
-            target=self._run, args=(store, prefix, revision), daemon=True
+            target=self._run, args=(store, prefix, revision, known), daemon=True
         )
         self.thread.start()
 
-    def _run(self, store: AnyStore, prefix: str, revision: int) -> None:
-        for batch in store.watch(prefix, revision, self.stop):
+    def _run(self, store: AnyStore, *watched: Any) -> None:
+        prefix, revision, known = watched
+        for batch in store.watch(prefix, revision, self.stop, known):
             self._batches.put(batch)
 
     def batch(self) -> Events:

@@ -5,7 +5,7 @@ implement the protocol.
 """
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -218,20 +218,28 @@ class Store(Protocol):
         ...
 
     def watch(
-        self, prefix: str, start_revision: int, stop: threading.Event
+        self,
+        prefix: str,
+        start_revision: int,
+        stop: threading.Event,
+        known: Callable[[], Sequence[Compare]] = tuple,
     ) -> Iterator[Events]:
         """Yields changes under `prefix` in order, until `stop` is set or `close` runs.
 
         After an outage the watch reconnects and continues at the next revision. If
         the history was compacted or the store lost data, the watch yields a `Resync`.
-        The watch ends within 0.5 s of `stop`, or within the store's timeout if packets
-        are lost just then. The watch begins at the first `next`. To miss no change,
-        list first and pass the listing's revision + 1.
+        If the store lost data and has since reached the watch's revision again, only
+        `known` shows the loss. The watch ends within 0.5 s of `stop`, or within the
+        store's timeout if packets are lost just then. The watch begins at the first
+        `next`. To miss no change, list first and pass the listing's revision + 1.
 
         Args:
             prefix: prefix of the watched keys.
             start_revision: revision of the first change; 0 for changes from now on.
             stop: event that ends the iteration.
+            known: returns conditions that hold in the store at the last yielded change.
+                Called after each connect. If one does not hold, the watch yields a
+                `Resync`: the store lost data, or has changed meanwhile.
         """
         ...
 

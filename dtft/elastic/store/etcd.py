@@ -25,7 +25,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -256,14 +256,18 @@ class EtcdStore:
             self._call(f"revoke {lease}", "lease/revoke", {"ID": str(lease)})
 
     def watch(
-        self, prefix: str, start_revision: int, stop: threading.Event
+        self,
+        prefix: str,
+        start_revision: int,
+        stop: threading.Event,
+        known: Callable[[], Sequence[Compare]] = tuple,
     ) -> Iterator[Events]:
         """Yields changes under `prefix` in order; see `Store.watch`."""
         position, failures = start_revision, 0
         while not self._ended(stop):
             endpoint = self._members.first
             try:
-                news = self._follow(endpoint, prefix, position, stop)
+                news = self._follow(endpoint, prefix, position, stop, known)
                 with contextlib.closing(news):
                     for batch, reached in news:
                         position, failures = reached, 0
@@ -570,11 +574,12 @@ class EtcdStore:
         prefix: str,
         position: int,
         stop: threading.Event,
+        known: Callable[[], Sequence[Compare]],
     ) -> Generator[tuple[Events, int], None, None]:
         """Yields a watch's batches from one member, each with the next start revision.
 
         `position` is the revision of the first event; a later watch continues at the
-        revision that came with the last batch.
+        revision that came with the last batch. `known` is that of `watch`.
 
         Ends without an error when the watch is stopped, after a `Resync`, after
         `_QUIET_S` seconds without bytes, and once calls try another member first.
@@ -596,7 +601,7 @@ class EtcdStore:
                     said = f"store {endpoint_text(endpoint)}: watch {prefix}"
                     raise refusal(said, message)
                 result = message["result"]
-                resync = self._lost_history(prefix, position, result)
+                resync = self._lost_history(prefix, position, result, known)
                 if resync is not None:
                     yield resync, resync.revision + 1
                     return
@@ -652,14 +657,21 @@ class EtcdStore:
             self._call("ask", "kv/range", {"key": encode(self._below + "none")})
 
     def _lost_history(
-        self, prefix: str, position: int, result: dict[str, Any]
+        self,
+        prefix: str,
+        position: int,
+        result: dict[str, Any],
+        known: Callable[[], Sequence[Compare]],
     ) -> Resync | None:
-        """Returns all keys if the store lacks events that the watch needs, else None.
+        """Returns all keys if the store may lack events that the watch needs.
+
+        Returns None if the watch can go on.
 
         Args:
             prefix: prefix of the watched keys.
             position: revision of the first event that the watch needs.
             result: field `result` of the watch's newest message.
+            known: the argument of `watch`.
 
         Raises:
             StoreUnavailable: the store canceled the watch for another reason, or the
@@ -674,4 +686,8 @@ class EtcdStore:
             # Either a member lags or the store lost data. A listing is never stale.
             listing = Resync(*self.list(prefix))
             return listing if listing.revision + 1 < position else None
+        if result.get("created") and position and (compares := known()):
+            # A store that lost data may have made more revisions than before.
+            if not self.txn(compares, []):
+                return Resync(*self.list(prefix))
         return None

@@ -134,9 +134,17 @@ class MemoryStore:
             self._end_lease(lease)
 
     def watch(
-        self, prefix: str, start_revision: int, stop: threading.Event
+        self,
+        prefix: str,
+        start_revision: int,
+        stop: threading.Event,
+        known: Callable[[], Sequence[Compare]] = tuple,
     ) -> Iterator[Events]:
-        """Yields changes under `prefix` in order; see `Store.watch`."""
+        """Yields changes under `prefix` in order; see `Store.watch`.
+
+        `known` is not called, because this store has no connection and loses no data.
+        """
+        del known
         position = start_revision
         while not stop.is_set() and self._down != "closed":
             with self._changed:

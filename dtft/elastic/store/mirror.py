@@ -1,19 +1,28 @@
 """A local copy of the keys under a prefix, kept current by a watch on a thread.
 
 After every change the complete copy is reported, with the store's revision. If the
-watch loses history or the store loses data, the keys are listed again.
+watch loses history or the store loses data, the keys are listed again. To recognize a
+loss, the newest pairs are compared with the store's each time the watch connects. A
+listing each time would be too much for a store with 1,000 hosts, whose quiet watches
+connect every 30 s.
 """
 
+import functools
+import heapq
 import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from dtft.elastic.store.api import KeyValue, Resync, Store, StoreUnavailable
+from dtft.elastic.store.api import Compare, KeyValue, Resync, Store, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+_COMPARED, _COMPARED_BYTES = 16, 4096
+"""Number of a mirror's newest pairs that are compared with the store's after a
+reconnect, and the size in bytes of their largest value. Among so many pairs of a job is
+the random id of its era or the incarnation of a host, so no other data are equal."""
 
 Pairs = Mapping[str, KeyValue]
 Changed = Callable[[Pairs, int], None]
@@ -65,7 +74,8 @@ def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) 
             pairs, revision = store.list(prefix)
             copy = {pair.key: pair for pair in pairs}
             changed(dict(copy), revision)
-            for batch in store.watch(prefix, revision + 1, stop):
+            known = functools.partial(_conditions, copy)
+            for batch in store.watch(prefix, revision + 1, stop, known):
                 if isinstance(batch, Resync):
                     break
                 revision = max(event.kv.mod_revision for event in batch)
@@ -86,3 +96,10 @@ def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) 
                     *(prefix, text, RETRY_S),
                 )
             stop.wait(RETRY_S)
+
+
+def _conditions(copy: Pairs) -> list[Compare]:
+    """Returns conditions that only hold in a store that has the pairs of `copy`."""
+    small = (it for it in copy.values() if len(it.value) <= _COMPARED_BYTES)
+    newest = heapq.nlargest(_COMPARED, small, key=lambda it: it.mod_revision)
+    return [Compare(key=it.key, target="value", value=it.value) for it in newest]
