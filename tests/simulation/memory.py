@@ -243,7 +243,7 @@ class SimHolder:
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
     ) -> list[Slice]:
-        """See `ReplicaStore.begin_restore`."""
+        """As `ReplicaStore.begin_restore`; returns the slices that are missing."""
         self.keep_only({step})
         own = dict(self._own.get(step, {}))
         hosted = [it.get(step, {}) for it in self._hosted.values()]
@@ -266,7 +266,7 @@ class SimHolder:
         return missing
 
     def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """See `ReplicaStore.restored`."""
+        """As `Restoring.restored`, of the step's only copy."""
         self._own.setdefault(step, {}).update(digests)
         self.corrupt -= {(step, key) for key in digests}
 

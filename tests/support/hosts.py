@@ -248,13 +248,35 @@ def order_after_loss(
     memory = lost.holder.arena.view(0, lost.holder.arena.size)
     memory[:] = b"?" * len(memory)
     digests = digests_of(lost, step)
-    missing = lost.holder.begin_restore(step, digests, {})
+    with lost.holder.begin_restore(step, digests, {}) as restoring:
+        missing = restoring.missing
     transfer = {
         "host": f"host-{peer.slot}",
         "address": address or peer.address,
         "keys": [piece.key for piece in missing],
     }
     return FetchOrder(step=step, epoch=EPOCH, transfer=transfer, digests=digests)
+
+
+def restore_order(
+    lost: Host, peer: Host, step: int, epoch: tuple[int, int] = EPOCH
+) -> dict[str, Any]:
+    """The leader's order to restore all slices of a step from one peer."""
+    return {
+        "generation": epoch[0],
+        "attempt": epoch[1],
+        "step": step,
+        "items": {},
+        "read": True,
+        "digests": digests_of(lost, step),
+        "transfers": [
+            {
+                "host": f"host-{peer.slot}",
+                "address": peer.address,
+                "keys": [piece.key for piece in lost.holder.own_slices],
+            }
+        ],
+    }
 
 
 def fetch_back(

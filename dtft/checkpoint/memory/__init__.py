@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from dtft.checkpoint.memory.incoming import Receiving
     from dtft.checkpoint.memory.local_store import Corrupt, Version, Versions
+    from dtft.checkpoint.memory.own_copies import Restoring
     from dtft.checkpoint.memory.replica_store import ReplicaStore
     from dtft.checkpoint.memory.snapshot import CorruptCopy, Snapshot, SnapshotPlan
     from dtft.checkpoint.memory.verification import VerifiedCopies
@@ -35,6 +36,7 @@ _PUBLIC = {
     "DEFAULT_DIRECTORY": "arena",
     "Receiving": "incoming",
     "ReplicaStore": "replica_store",
+    "Restoring": "own_copies",
     "Snapshot": "snapshot",
     "SnapshotPlan": "snapshot",
     "VerifiedCopies": "verification",
@@ -51,6 +53,7 @@ __all__ = [
     "DEFAULT_DIRECTORY",
     "Receiving",
     "ReplicaStore",
+    "Restoring",
     "Snapshot",
     "SnapshotPlan",
     "VerifiedCopies",

@@ -197,7 +197,9 @@ def _too_small(path: Path, size: int) -> OSError:
 OWN_BUFFERS = 4
 """Number of buffers of each chunk (a part of a slice's bytes) of a host's own slices.
 There is one each for the last commit, a step that is replicated but not yet committed,
-a step being written by the trainer, and a step being exported to storage."""
+a step being written by the trainer, and a step being exported to storage. A restore
+that was given up keeps the buffers that it writes until it has ended. If a chunk has no
+free buffer meanwhile, the next restore fails and is tried again."""
 HOSTED_BUFFERS = 3
 """Number of buffers of each chunk (a part of a slice's bytes) of a peer's slice. It is
 one fewer than `OWN_BUFFERS`, because a host exports only its own slices."""

@@ -3,10 +3,12 @@
 A chunk is a part of a slice's bytes, and a buffer is memory for one chunk. To stage a
 step is to give it buffers, which the trainer then writes. A step shares the buffers of
 its unchanged chunks with the step before. A pin keeps the bytes of a copy while an
-export to storage reads them. Not thread-safe.
+export to storage reads them, or while a restore writes them. Only `Restoring` is
+thread-safe.
 """
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,8 +68,8 @@ class Owning:
         A step that was begun before and not recorded by `staged` is cancelled.
 
         Raises:
-            RuntimeError: all buffers of a chunk are in use, because a commit or an
-                export is stuck.
+            RuntimeError: all buffers of a chunk are in use, because a commit, an export
+                or a restore that was given up is stuck.
         """
         for asked in list(self._staging):
             self._cancel(asked)  # the only trainer writes one step at a time
@@ -76,7 +78,8 @@ class Owning:
         if buffers is None:
             raise RuntimeError(
                 f"no free buffer for step {step}: all {ref_counts.num_buffers} buffers "
-                f"of a chunk hold steps that are still needed; held are "
+                "of a chunk hold steps that are still needed, or are written by "
+                "restores that were given up; held are "
                 f"{sorted(self.copies)}."
             )
         newest = max(self.copies, default=-1)
@@ -237,7 +240,11 @@ class Owning:
         Returns:
             The indices of the slices that are missing or do not match, and so must be
             fetched or assembled. Each has memory that no other copy uses. The caller
-            then writes this memory and calls `restored`.
+            then writes this memory through a `Restoring`.
+
+        Raises:
+            RuntimeError: a chunk has no free buffer. The copy then lacks the slices
+                that do not match.
         """
         old = self.copies.get(step) or self._nothing()
         known: Read = {}
@@ -251,18 +258,27 @@ class Owning:
         ]
         mask, ref_counts = self.pool.chunks.mask(lacking), self.pool.ref_counts
         ref_counts.release(np.where(mask, old.buffers, ABSENT).astype(np.uint8))
-        fresh = self.pool.acquire(np.flatnonzero(mask))
-        assert fresh is not None, "one version is kept, and exports have ended"
         copy = Copy(
-            buffers=np.where(mask, fresh, old.buffers), digests=list(old.digests)
+            buffers=np.where(mask, ABSENT, old.buffers).astype(np.uint8),
+            digests=list(old.digests),
         )
+        for index in lacking:
+            copy.digests[index] = b""
+        self.copies[step], self.items[step] = copy, items
+        fresh = self.pool.acquire(np.flatnonzero(mask))
+        if fresh is None:
+            raise RuntimeError(
+                f"no free buffer to restore step {step}: restores and exports that "
+                f"were given up still use all {ref_counts.num_buffers} buffers of a "
+                "chunk. Restore the step again once they have ended."
+            )
+        copy.buffers = np.where(mask, fresh, copy.buffers)
         for index in lacking:
             # A slice without bytes is never sent, and is held by every host.
             empty = not self.pool.chunks.slices[index].nbytes
             nothing = chunk_digests(b"", 1) if empty else b""
             good = expected[index] in (None, nothing)
             copy.digests[index] = nothing if good else b""
-        self.copies[step], self.items[step] = copy, items
         return [index for index in lacking if not copy.digests[index]]
 
     def fill(self, step: int, index: int, source: Parts, digests: bytes) -> None:
@@ -274,11 +290,84 @@ class Owning:
         self.pool.parts(copy, index).fill(source)
         copy.digests[index] = digests
 
-    def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records the digests of slices that were just written to a step's copy.
+    def guard(self, step: int, slices: Sequence[Slice]) -> int:
+        """Keeps the memory of some slices of a step's copy until `unpin`.
+
+        No other step gets this memory, even if the copy is dropped or replaced.
+
+        Returns:
+            The number of a pin that has the memory of these slices, but no digests.
+        """
+        mask = self.pool.chunks.mask([self.pool.index[piece] for piece in slices])
+        kept = self._nothing()
+        kept.buffers = np.where(mask, self.copies[step].buffers, ABSENT)
+        kept.buffers = kept.buffers.astype(np.uint8)
+        self.pool.ref_counts.retain(kept.buffers)
+        number = next(self._pin_numbers)
+        self.pins[number] = step, kept
+        return number
+
+
+class Restoring:
+    """A restore in progress, which writes slices into one copy of a step. Thread-safe.
+
+    A newer restore may drop or replace the copy meanwhile. Until the `with` block ends,
+    no other step gets the memory of the missing slices, and what is recorded belongs to
+    this copy. So a restore that was given up changes no other copy.
+    """
+
+    def __init__(
+        self,
+        own: Owning,
+        lock: threading.RLock,
+        step: int,
+        missing: Sequence[Slice],
+    ) -> None:
+        """Guards the memory of the missing slices; the lock must be held.
+
+        Args:
+            own: this host's copies of its own slices.
+            lock: the lock that guards `own`.
+            step: the step that is restored; `Owning.begin_restore` has made its copy.
+            missing: the slices that the caller fetches or assembles.
+        """
+        self.missing = tuple(missing)
+        """The own slices to fetch or assemble."""
+        self.chunk_bytes = own.pool.chunks.chunk_bytes
+        """Size of a chunk in bytes; every chunk has its own digest."""
+        self._own, self._lock = own, lock
+        self._copy = own.copies[step]
+        self._guard: int | None = own.guard(step, self.missing)
+
+    def __enter__(self) -> "Restoring":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._guard is not None:
+                self._own.unpin(self._guard)
+
+    def parts(self, piece: Slice) -> Parts:
+        """Returns the memory of `piece`, an own slice, in the copy.
+
+        Only the memory of the missing slices may be written.
+        """
+        with self._lock:
+            return self._own.pool.parts(self._copy, self._own.pool.index[piece])
+
+    def restored(self, digests: Mapping[str, bytes]) -> None:
+        """Records the digests of missing slices that were just written to the copy.
 
         `digests` maps slice key to digests, which are recorded without a check.
         """
-        for index, piece in enumerate(self.pool.chunks.slices):
-            if piece.key in digests:
-                self.copies[step].digests[index] = digests[piece.key]
+        with self._lock:
+            for index, piece in enumerate(self._own.pool.chunks.slices):
+                if piece.key in digests:
+                    self._copy.digests[index] = digests[piece.key]
+
+    def keep_memory(self) -> None:
+        """Keeps the memory of the missing slices from all other steps for good.
+
+        Called if something may write to this memory at any later time.
+        """
+        self._guard = None

@@ -19,7 +19,7 @@ from dtft.checkpoint.memory.arena import (
 )
 from dtft.checkpoint.memory.chunk_pool import ChunkPool, Copy, Read
 from dtft.checkpoint.memory.incoming import Hosting, Receiving
-from dtft.checkpoint.memory.own_copies import Owning, Room
+from dtft.checkpoint.memory.own_copies import Owning, Restoring, Room
 from dtft.checkpoint.memory.verification import CopyVerifier
 from dtft.checkpoint.replication import CopyPlacement, Push
 from dtft.checkpoint.state import Chunks, Layout, Parts, Slice
@@ -219,8 +219,8 @@ class ReplicaStore:
         begun before and not recorded by `staged` is cancelled.
 
         Raises:
-            RuntimeError: all buffers of a chunk are in use, because a commit or an
-                export is stuck.
+            RuntimeError: all buffers of a chunk are in use, because a commit, an export
+                or a restore that was given up is stuck.
         """
         with self._lock:
             return self._own.begin_stage(step)
@@ -534,10 +534,11 @@ class ReplicaStore:
 
     def begin_restore(
         self, step: int, digests: Mapping[str, bytes], items: dict, read: bool = True
-    ) -> list[Slice]:
+    ) -> Restoring:
         """Drops all other steps, and makes a copy of this host's own slices of `step`.
 
-        The copy has the slices in this host's memory that match the digests.
+        The copy has the slices in this host's memory that match the digests. The result
+        must be used in a `with` statement.
 
         Args:
             step: the step to restore.
@@ -549,21 +550,18 @@ class ReplicaStore:
                 verify it.
 
         Returns:
-            The own slices that are missing or do not match, and so must be fetched or
-            assembled. The caller then writes each into its memory (`own_parts`) and
-            calls `restored`.
+            The restore, with the own slices that are missing or do not match
+            (`missing`), and so must be fetched or assembled. The caller then writes
+            each into its memory (`parts`) and calls `restored`.
+
+        Raises:
+            RuntimeError: a chunk has no free buffer, because restores or exports that
+                were given up have not ended yet.
         """
         with self._lock:
             self.keep_only({step})
-            return self._held.begin_restore(step, digests, items, read)
-
-    def restored(self, step: int, digests: Mapping[str, bytes]) -> None:
-        """Records the digests of own slices that a restore has just written.
-
-        `digests` maps slice key to digests, which are recorded without a check.
-        """
-        with self._lock:
-            self._own.restored(step, digests)
+            missing = self._held.begin_restore(step, digests, items, read)
+            return Restoring(self._own, self._lock, step, missing)
 
     def close(self) -> None:
         """Unmaps the shared memory and removes its file."""

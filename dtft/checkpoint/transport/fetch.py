@@ -71,13 +71,17 @@ def streams_each(num_peers: int) -> int:
 class FetchError(Exception):
     """Slices could not be fetched from a peer; the message gives the reason."""
 
-    def __init__(self, reason: str, corrupt: Sequence[str] = ()) -> None:
+    def __init__(
+        self, reason: str, corrupt: Sequence[str] = (), unreleased: bool = False
+    ) -> None:
         """Makes the error with the message `reason`.
 
         `corrupt` has the keys of the slices whose copies on the peer are corrupt.
+        `unreleased` is whether NIXL may still write to the memory of the slices, at any
+        later time.
         """
         super().__init__(reason)
-        self.corrupt = tuple(corrupt)
+        self.corrupt, self.unreleased = tuple(corrupt), unreleased
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +107,7 @@ def fetch_slices(
     limit_s: float,
     streams: int = STREAMS,
     nixl: Nixl | None = None,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> Fetched:
     """Fetches slices from one peer into their memory.
 
@@ -120,12 +125,15 @@ def fetch_slices(
         streams: most connections at a time; with NIXL only one is opened.
         nixl: reads the bytes from the peer's memory if the peer has NIXL too. Without
             it, or once it has failed, the bytes arrive in the peer's answers.
+        given_up: called before each request; once it returns True, nothing more is
+            requested. Requests without an answer still end first.
 
     Raises:
         FetchError: the peer is unreachable, lacks a slice, has a slice of another size,
-            or sent corrupt bytes; or the fetch took more than `limit_s`.
+            or sent corrupt bytes; or the fetch took more than `limit_s`, or was given
+            up.
     """
-    work = _Work(wanted, chunk_bytes, nixl)
+    work = _Work(wanted, chunk_bytes, nixl, given_up)
     asked = {**request, "keys": [one.key for one in wanted]}
     if nixl is not None:
         streams = 1
@@ -155,8 +163,13 @@ class _Work:
     """
 
     def __init__(
-        self, wanted: Sequence[WantedSlice], chunk_bytes: int, nixl: Nixl | None
+        self,
+        wanted: Sequence[WantedSlice],
+        chunk_bytes: int,
+        nixl: Nixl | None,
+        given_up: Callable[[], bool],
     ) -> None:
+        self.given_up, self.unreleased = given_up, False
         self.wanted, self.chunk_bytes, self.nixl = wanted, chunk_bytes, nixl
         sizes = [one.memory.nbytes for one in wanted]
         self.waiting = deque(split_ranges(sizes, chunk_bytes, RANGE_BYTES))
@@ -167,9 +180,14 @@ class _Work:
         self._lock = threading.Lock()
 
     def next(self) -> Range | None:
-        """Takes the next range to request; None if no range is waiting."""
+        """Takes the next range to request.
+
+        None if no range is waiting, or if the fetch is given up.
+        """
         with self._lock:
-            return self.waiting.popleft() if self.waiting else None
+            if not self.waiting or self.given_up():
+                return None
+            return self.waiting.popleft()
 
     def arrived(self, range_: Range) -> None:
         """Verifies the bytes of a range that a peer has sent.
@@ -220,9 +238,9 @@ class _Work:
         """
         if self._corrupt:
             text = f"{len(self._corrupt)} corrupt slices"
-            raise FetchError(text, tuple(self._corrupt))
+            raise FetchError(text, tuple(self._corrupt), self.unreleased)
         if self._verified < sum(self.sizes) or self.waiting:
-            raise FetchError(self.error)
+            raise FetchError(self.error, unreleased=self.unreleased)
         return Fetched(nbytes=self._verified, received=self._received, cuts=self._cuts)
 
 
@@ -245,7 +263,7 @@ def _stream(
 
     * The peer refuses connections, lacks a slice, or has a slice of another size.
     * A read through NIXL (RDMA) was not released, so it may still write to its targets.
-    * The deadline has passed.
+    * The deadline has passed, or the fetch is given up.
     * `TRIES` connections in a row made no progress.
 
     Args:
@@ -261,6 +279,9 @@ def _stream(
         left = deadline - time.monotonic()
         if left <= 0:
             work.cut((), (), f"out of time; {work.error}")
+            return
+        if work.given_up():
+            work.cut((), (), "the fetch was given up")
             return
         flying: deque[Range] = deque()
         gained = [0]
@@ -284,6 +305,7 @@ def _stream(
                         )
                     _pump(channel, work, flying, gained, deadline)
         except (FetchError, NixlUnreleased) as error:
+            work.unreleased = isinstance(error, NixlUnreleased)
             work.cut((), tuple(flying), str(error))
             return
         except NixlError as error:

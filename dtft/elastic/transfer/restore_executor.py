@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.memory import ReplicaStore
+from dtft.checkpoint.memory import ReplicaStore, Restoring
 from dtft.checkpoint.state import (
     Layout,
     Parts,
@@ -57,13 +57,21 @@ class FetchFailed(Exception):
     The message names the host and the reason.
     """
 
-    def __init__(self, host: str, reason: str, corrupt: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        host: str,
+        reason: str,
+        corrupt: Sequence[str] = (),
+        unreleased: bool = False,
+    ) -> None:
         """Stores the host and the corrupt copies, for the report to the leader.
 
         A corrupt copy is written "HOST step N: KEY", as everywhere in reports.
+        `unreleased` is that of `FetchError`.
         """
         super().__init__(f"from {host}: {reason}")
         self.host, self.corrupt = host, tuple(corrupt)
+        self.unreleased = unreleased
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +151,7 @@ def restore_copies(
             nixl,
             former=copies.former,
             prefetched=copies.prefetched,
+            given_up=lambda: epoch < copies.epoch,
         )
     except OSError as error:
         return {"fatal": str(error)}
@@ -157,8 +166,12 @@ def restore_into(
     nixl: Nixl | None = None,
     former: Sequence[ReplicaStore] = (),
     prefetched: PrefetchedSlices | None = None,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Restores the slices of a slot as a leader's order says.
+
+    A newer order may drop or replace the step in `holder` meanwhile. This restore then
+    still writes only to its own memory, which no other step gets before it has ended.
 
     Args:
         holder: this host's copies for the slot in the order; its memory is filled.
@@ -171,6 +184,7 @@ def restore_into(
         nixl: reads from peers that have NIXL too; None: without NIXL.
         former: this host's copies for former assignments of slots.
         prefetched: slices that this host has fetched ahead.
+        given_up: whether a newer order has come, so that the fetches end early.
 
     Returns:
         `peers` (bytes fetched from peers), `own` (the other bytes of the slot's slices)
@@ -180,24 +194,33 @@ def restore_into(
         slice) and `corrupt` (a text for each corrupt copy).
     """
     begun = time.monotonic()
+    told = order["step"], order["digests"], order["items"], order["read"]
     try:
-        peers = _restore(
-            holder, order, host, credentials, limit_s, nixl, former, prefetched
-        )
-    except FetchFailed as error:
-        return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
-    own = max(0, sum(piece.nbytes for piece in holder.own_slices) - peers)
-    outcome = {"own": own, "peers": peers, "s": time.monotonic() - begun}
-    if order.get("resized"):
-        outcome["restored"] = {
-            piece.key: _digests_here(holder, order["step"], piece)
-            for piece in holder.own_slices
-        }
+        restoring = holder.begin_restore(*told)
+    except RuntimeError as error:  # no free buffer
+        return {"error": str(error), "host": host, "corrupt": ()}
+    with restoring:
+        try:
+            peers = _restore(
+                *(restoring, order, host, credentials, limit_s),
+                *(nixl, former, prefetched, given_up),
+            )
+        except FetchFailed as error:
+            if error.unreleased:
+                restoring.keep_memory()
+            return {"error": str(error), "host": error.host, "corrupt": error.corrupt}
+        own = max(0, sum(piece.nbytes for piece in holder.own_slices) - peers)
+        outcome = {"own": own, "peers": peers, "s": time.monotonic() - begun}
+        if order.get("resized"):
+            outcome["restored"] = {
+                piece.key: _digests_here(restoring, piece)
+                for piece in holder.own_slices
+            }
     return outcome
 
 
 def _restore(
-    holder: ReplicaStore,
+    restoring: Restoring,
     order: dict[str, Any],
     host: str,
     credentials: Credentials,
@@ -205,47 +228,48 @@ def _restore(
     nixl: Nixl | None,
     former: Sequence[ReplicaStore],
     prefetched: PrefetchedSlices | None,
+    given_up: Callable[[], bool],
 ) -> int:
-    """Makes the step of `order` the only step in `holder`, complete and verified.
+    """Fills and verifies the missing slices of a restore that has begun.
 
-    The arguments are those of `restore_into`. Returns the number of bytes fetched from
-    peers.
+    The other arguments are those of `restore_into`. Returns the number of bytes fetched
+    from peers.
 
     Raises:
         FetchFailed: a fetch failed, a copy on this host is corrupt, or a slice was
             assembled with other digests than the commit's.
     """
-    step, digests = order["step"], order["digests"]
-    missing = holder.begin_restore(step, digests, order["items"], order["read"])
-    missing = _adopt(holder, order, missing, former, prefetched)
+    digests = order["digests"]
+    missing = _adopt(restoring, order, former, prefetched)
     planned = _planned(order, host)
     surprise = [piece.key for piece in missing if piece.key not in planned]
     if surprise:
-        corrupt = [f"{host} step {step}: {key}" for key in surprise]
+        corrupt = [f"{host} step {order['step']}: {key}" for key in surprise]
         raise FetchFailed(host, f"own copy of {surprise[0]} is corrupt", corrupt)
     left = {piece.key: piece for piece in missing}
 
     def fetched(keys: Sequence[str]) -> None:
-        holder.restored(step, {key: digests[key] for key in keys})
+        restoring.restored({key: digests[key] for key in keys})
         for key in keys:
             left.pop(key)
 
     peers = bring(
-        {piece: holder.own_parts(step, piece) for piece in missing},
+        {piece: restoring.parts(piece) for piece in missing},
         order,
         credentials,
         limit_s,
-        holder.chunk_bytes,
+        restoring.chunk_bytes,
         host=host,
         holders=former,
         nixl=nixl,
         fetched=fetched,
+        given_up=given_up,
     )
-    assembled = {key: _digests_here(holder, step, piece) for key, piece in left.items()}
+    assembled = {key: _digests_here(restoring, piece) for key, piece in left.items()}
     for key, value in assembled.items():
         if value != digests.get(key, value):
             raise FetchFailed(host, f"{key} was not assembled right")
-    holder.restored(step, assembled)
+    restoring.restored(assembled)
     return peers
 
 
@@ -265,9 +289,8 @@ def _planned(order: Mapping[str, Any], host: str) -> set[str]:
 
 
 def _adopt(
-    holder: ReplicaStore,
+    restoring: Restoring,
     order: dict[str, Any],
-    missing: Sequence[Slice],
     former: Sequence[ReplicaStore],
     prefetched: PrefetchedSlices | None,
 ) -> list[Slice]:
@@ -281,7 +304,7 @@ def _adopt(
     Returns:
         The slices that are still missing.
     """
-    step = order["step"]
+    step, missing = order["step"], restoring.missing
     here = [{key: it for key, it, _ in old.copies(step)} for old in former]
     sources: dict[Slice, list[Parts]] = {}
     for piece in missing:
@@ -295,11 +318,11 @@ def _adopt(
             sources[piece] = found
 
     def adopt(piece: Slice) -> bool:
-        good, target = order["digests"][piece.key], holder.own_parts(step, piece)
+        good, target = order["digests"][piece.key], restoring.parts(piece)
         for source in sources[piece]:
             target.fill(source)
-            if is_digest_right(target, good, holder.chunk_bytes):
-                holder.restored(step, {piece.key: good})
+            if is_digest_right(target, good, restoring.chunk_bytes):
+                restoring.restored({piece.key: good})
                 return True
         return False
 
@@ -309,9 +332,9 @@ def _adopt(
     return [piece for piece in missing if not adopted.get(piece)]
 
 
-def _digests_here(holder: ReplicaStore, step: int, piece: Slice) -> bytes:
+def _digests_here(restoring: Restoring, piece: Slice) -> bytes:
     """Computes the digests of a slice's chunks from the bytes in this host's memory."""
-    return digests_of_parts(holder.own_parts(step, piece).views, holder.chunk_bytes)
+    return digests_of_parts(restoring.parts(piece).views, restoring.chunk_bytes)
 
 
 # ------------------------------------------------------------------------- exports
@@ -366,6 +389,7 @@ def bring(
     holders: Sequence[ReplicaStore] = (),
     nixl: Nixl | None = None,
     fetched: Callable[[Sequence[str]], None] = lambda keys: None,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> int:
     """Fills the memory of slices as an order says; verifies all bytes that are read.
 
@@ -382,6 +406,7 @@ def bring(
         nixl: reads from peers that have NIXL too; None: without NIXL.
         fetched: called, by one thread at a time, with the keys of the whole slices that
             one peer has sent.
+        given_up: whether the bytes are no longer needed, so that the fetches end early.
 
     Returns:
         Number of bytes fetched from peers. Whole chunks are fetched, so bytes outside
@@ -409,7 +434,7 @@ def bring(
     nbytes = 0
     if peers:
         streams = streams_each(len(peers))
-        rest = credentials, chunk_bytes, limit_s, nixl, streams
+        rest = credentials, chunk_bytes, limit_s, nixl, streams, given_up
         failed: FetchFailed | None = None
         with concurrent.futures.ThreadPoolExecutor(len(peers)) as pool:
             running = {pool.submit(fetch_into, flat, it, *rest): it for it in peers}
@@ -417,7 +442,8 @@ def bring(
                 try:
                     nbytes += one.result()
                 except FetchFailed as error:
-                    failed = failed or error
+                    if failed is None or error.unreleased:
+                        failed = error
                 else:
                     fetched(_whole(running[one], memory))
         if failed is not None:
@@ -506,6 +532,7 @@ def fetch_into(
     limit_s: float,
     nixl: Nixl | None = None,
     streams: int = STREAMS,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> int:
     """Fetches an order's slices and regions from one peer; verifies the bytes.
 
@@ -518,6 +545,7 @@ def fetch_into(
         limit_s: deadline in seconds.
         nixl: reads whole slices from peers that have NIXL too.
         streams: largest number of connections at a time.
+        given_up: whether the bytes are no longer needed, so that the fetch ends early.
 
     Returns:
         Number of bytes fetched and verified. Whole chunks are fetched, so bytes outside
@@ -554,6 +582,7 @@ def fetch_into(
         limit_s=limit_s,
         streams=streams,
         nixl=None if moves else nixl,
+        given_up=given_up,
     )
     for region, whole in moves:
         move_regions(region, whole, memory[region.new.key].views[0])
@@ -575,7 +604,7 @@ def _fetch(
         )
     except FetchError as error:
         corrupt = [f"{host} step {order.step}: {key}" for key in error.corrupt]
-        raise FetchFailed(host, str(error), corrupt) from error
+        raise FetchFailed(host, str(error), corrupt, error.unreleased) from error
     if fetched.cuts:
         logger.info(
             "the fetch from %s succeeded after %d failed connections",

@@ -1,8 +1,10 @@
 """Fetches: every byte once over several connections, and on after a cut."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,16 +22,24 @@ from dtft.checkpoint.transport import fetch
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.server import connect
 from dtft.elastic.transfer.replication import Pusher
-from dtft.elastic.transfer.restore_executor import FetchFailed, FetchOrder
+from dtft.elastic.transfer.restore_executor import (
+    FetchFailed,
+    FetchOrder,
+    restore_into,
+)
 from tests.support.hosts import (
     CHUNK,
     EPOCH,
     JOB,
     Host,
+    content,
+    digests_of,
     divided,
     fetch_back,
     hosts,
     order_after_loss,
+    replicated,
+    restore_order,
     wait_until,
 )
 
@@ -171,3 +181,85 @@ def test_requests_outside_the_slices_end_their_connection_only(
         with pytest.raises(ConnectionError):
             channel.receive(5)
     assert pair[1].wrong() == []
+
+
+class Former(threading.Thread):
+    """A restore that is held up at the peer until `go_on`."""
+
+    def __init__(self, lost: Host, peer: Host, step: int, **rest: Any) -> None:
+        super().__init__(daemon=True)
+        self.outcome: dict[str, Any] = {}
+        self._lost, self._rest = lost, rest
+        self._order = restore_order(lost, peer, step)
+        serving, asks = peer.server._handlers["fetch"], threading.Event()
+        self._gate = gate = threading.Event()
+
+        def held_up(channel: Channel) -> None:
+            asks.set()
+            assert gate.wait(9)
+            serving(channel)
+
+        peer.server._handlers["fetch"] = held_up
+        self.start()
+        assert asks.wait(9)
+        peer.server._handlers["fetch"] = serving
+
+    def run(self) -> None:
+        """Restores."""
+        self.outcome = restore_into(
+            *(self._lost.holder, self._order, "host-0", JOB, 20.0), **self._rest
+        )
+
+    def go_on(self) -> dict[str, Any]:
+        """Lets the peer answer; the outcome of the restore."""
+        self._gate.set()
+        self.join(20)
+        return self.outcome
+
+
+def test_a_restore_that_was_given_up_writes_into_no_other_step(tmp_path: Path) -> None:
+    with hosts(tmp_path, replicated(2)) as (lost, peer):
+        peer.stage(5)
+        former = Former(lost, peer, 5)
+        lost.holder.keep_only(set())  # a newer order: from storage
+        lost.stage(1)
+        assert "error" not in former.go_on()
+        assert lost.holder.holdings()[1] == []
+        assert lost.holder.steps() == (1,) and lost.wrong() == []
+        lost.holder.keep_only(set())
+        assert lost.holder._own.pool.ref_counts.free_buffers.all()
+
+
+def test_a_restore_that_was_given_up_completes_no_newer_one(tmp_path: Path) -> None:
+    with hosts(tmp_path, replicated(2)) as (lost, peer):
+        peer.stage(5)
+        former = Former(lost, peer, 5)
+        with lost.holder.begin_restore(5, digests_of(lost, 5), {}) as newer:
+            assert "error" not in former.go_on()
+            big = newer.missing[0]
+            assert bytes(newer.parts(big)) != content(5, big.key, big.nbytes)
+            assert big.key not in lost.holder.here(5)
+        outcome = restore_into(
+            lost.holder, restore_order(lost, peer, 5), "host-0", JOB, 20.0
+        )
+        assert "error" not in outcome and lost.wrong() == []
+
+
+def test_a_restore_that_was_given_up_asks_for_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "RANGE_BYTES", CHUNK)
+    with hosts(tmp_path, replicated(2)) as (lost, peer):
+        peer.stage(5)
+        newer, asked = threading.Event(), list[int]()
+        serving = fetch._cut_out
+
+        def cut_out(*arguments: Any) -> list[memoryview]:
+            asked.append(1)
+            newer.set()
+            return serving(*arguments)
+
+        monkeypatch.setattr(fetch, "_cut_out", cut_out)
+        former = Former(lost, peer, 5, given_up=newer.is_set)
+        assert "the fetch was given up" in former.go_on()["error"]
+        assert 1 <= len(asked) <= fetch.DEPTH

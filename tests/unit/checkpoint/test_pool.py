@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 
 from dtft.checkpoint.memory.chunk_pool import BufferRefCounts, ChunkPool, Copy
 from dtft.checkpoint.memory.incoming import Hosting
-from dtft.checkpoint.memory.own_copies import Owning
+from dtft.checkpoint.memory.own_copies import Owning, Restoring
 from dtft.checkpoint.state.digests import ABSENT, Chunks, chunk_digests, pack_flags
 from dtft.checkpoint.state.slices import Slice
 
@@ -101,6 +101,7 @@ class History(RuleBasedStateMachine):
         self.staged: dict[int, list[bytes]] = {}
         self.hosted: dict[int, list[bytes]] = {}
         self.pins: dict[int, tuple[Copy, list[bytes]]] = {}
+        self.given_up: list[Restoring] = []
 
     @rule(content=contents, copied=st.sets(st.integers(0, 3)), everything=st.booleans())
     def stage(self, content, copied, everything) -> None:
@@ -185,7 +186,18 @@ class History(RuleBasedStateMachine):
     @rule()
     def restore(self) -> None:
         """The newest own step becomes the only one; what is wrong is filled again."""
-        if not self.staged or self.pins:
+        self._restore(given_up=False)
+
+    @rule(content=contents)
+    def give_up(self, content) -> None:
+        """A restore whose step is dropped, and which goes on until `write_late`."""
+        self.stage(content, {0}, False)  # the other slices are missing
+        self._restore(given_up=True)
+        self._drop(lambda step: False)
+        self.stage(content, set(), True)
+
+    def _restore(self, given_up: bool) -> None:
+        if not self.staged:
             return
         step = max(self.staged)
         self._drop(lambda one: one == step)
@@ -194,11 +206,32 @@ class History(RuleBasedStateMachine):
             for one, piece in zip(self.staged[step], SLICES, strict=True)
         ]
         digests = [chunk_digests(one, CHUNK) for one in expected]
-        for index in self.own.begin_restore(step, digests, {}, read=True):
-            parts = self.own.pool.parts(self.own.copies[step], index)
-            for view in parts.views:
-                view[:] = bytes([7]) * len(view)
-            self.own.restored(step, {SLICES[index].key: digests[index]})
+        try:
+            lacking = self.own.begin_restore(step, digests, {}, read=True)
+        except RuntimeError:
+            assert self.given_up or self.pins
+            return
+        missing = [SLICES[index] for index in lacking]
+        restoring = Restoring(self.own, self.lock, step, missing)
+        if given_up:
+            self.given_up.append(restoring)
+            return
+        with restoring:
+            for index, piece in zip(lacking, missing, strict=True):
+                self._fill(restoring, piece, 7)
+                restoring.restored({piece.key: digests[index]})
+
+    def _fill(self, restoring: Restoring, piece: Slice, byte: int) -> None:
+        for view in restoring.parts(piece).views:
+            view[:] = bytes([byte]) * len(view)
+
+    @precondition(lambda self: self.given_up)
+    @rule()
+    def write_late(self) -> None:
+        """What was given up still writes, and then ends."""
+        with self.given_up.pop(0) as restoring:
+            for piece in restoring.missing:
+                self._fill(restoring, piece, 33)
 
     def _drop(self, needed) -> None:
         self.own.drop(needed)
@@ -243,6 +276,8 @@ class History(RuleBasedStateMachine):
         """When nothing is held any more every buffer is free."""
         while self.pins:
             self.unpin()
+        while self.given_up:
+            self.write_late()
         self._drop(lambda step: False)
         assert self.own.pool.ref_counts.free_buffers.all()
         assert self.hosting.pools[1].ref_counts.free_buffers.all()

@@ -3,16 +3,26 @@
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dtft.checkpoint.memory.arena import OWN_BUFFERS
 from dtft.checkpoint.state.digests import Parts, chunk_digests
 from dtft.checkpoint.state.ranges import WantedSlice
 from dtft.checkpoint.transport import rdma
 from dtft.checkpoint.transport.fetch import FetchError, fetch_slices, serve_fetches
 from dtft.checkpoint.transport.server import TransportServer
-from tests.support.hosts import CHUNK, JOB, content
+from dtft.elastic.transfer.restore_executor import restore_into
+from tests.support.hosts import (
+    CHUNK,
+    JOB,
+    Host,
+    content,
+    replicated,
+    restore_order,
+)
 
 SIZE = 300_000
 
@@ -94,9 +104,10 @@ class Broken:
             raise self._error(f"NIXL: {place} did not end within 5 s")
 
     @contextlib.contextmanager
-    def lend(self, _: Any) -> Iterator[dict[str, Any]]:
+    def lend(self, slices: Any) -> Iterator[dict[str, Any]]:
         self._at("lend")
-        yield {"name": "peer", "metadata": b"", "addresses": [[(1, SIZE)]]}
+        addresses = [[(1, parts.nbytes)] for parts in slices]
+        yield {"name": "peer", "metadata": b"", "addresses": addresses}
 
     @contextlib.contextmanager
     def borrow(self, _: Any) -> Iterator[None]:
@@ -158,3 +169,22 @@ def test_memory_that_nixl_may_still_write_is_not_used(
     unreleased = Broken("read", rdma.NixlUnreleased)
     with pytest.raises(FetchError, match="NIXL: read did not end"):
         fetch(Broken("nowhere", rdma.NixlError), unreleased)
+
+
+def test_memory_that_nixl_may_still_write_is_given_to_no_other_step(
+    tmp_path: Path,
+) -> None:
+    lender: Any = Broken("nowhere", rdma.NixlError)
+    reader: Any = Broken("read", rdma.NixlUnreleased)
+    layout = replicated(2)
+    lost, peer = (Host(tmp_path, slot, layout, nixl=lender) for slot in range(2))
+    peer.stage(5)
+    order = restore_order(lost, peer, 5)
+    outcome = restore_into(lost.holder, order, "host-0", JOB, 20.0, reader)
+    assert "NIXL: read did not end" in outcome["error"]
+    lost.holder.keep_only(set())
+    assert lost.holder._own.pool.ref_counts.free_buffers.sum() == OWN_BUFFERS - 1
+    assert "error" not in restore_into(lost.holder, order, "host-0", JOB, 20.0)
+    assert lost.wrong() == []
+    for host in (lost, peer):
+        host.close()

@@ -1,5 +1,6 @@
 """What one host holds: staging, hosting, retention, verification, restore."""
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,12 @@ def content(step: int, key: str, size: int) -> bytes:
 
 def stage(held: ReplicaStore, step: int) -> None:
     write_step(held, step, lambda key, size: content(step, key, size))
+
+
+def missing(held: ReplicaStore, step: int, digests, read: bool = True):
+    """What a restore that brings nothing finds to be missing."""
+    with held.begin_restore(step, digests, {"step": step}, read) as restoring:
+        return restoring.missing
 
 
 def push(
@@ -124,15 +131,36 @@ def test_restore_keeps_what_is_right_and_asks_for_the_rest(pair):
     digests = dict(
         zip((p.key for p in a.own_slices), a.all_own_digests(1), strict=True)
     )
-    assert a.begin_restore(1, digests, {"step": 1}) == []
+    assert missing(a, 1, digests) == ()
     a.own_parts(1, a.own_slices[0]).views[0][0] ^= 1
-    missing = a.begin_restore(1, digests, {"step": 1})
-    assert [piece.key for piece in missing] == [a.own_slices[0].key]
-    assert a.own_slices[0].key not in a.holdings()[0][1]
-    for piece in missing:
-        write(a.own_parts(1, piece), bytes(b.find(1, [piece.key])[0]))
-    a.restored(1, {piece.key: digests[piece.key] for piece in missing})
-    assert a.begin_restore(1, digests, {"step": 1}) == []
+    with a.begin_restore(1, digests, {"step": 1}) as restoring:
+        assert restoring.missing == (a.own_slices[0],)
+        assert a.own_slices[0].key not in a.holdings()[0][1]
+        for piece in restoring.missing:
+            write(restoring.parts(piece), bytes(b.find(1, [piece.key])[0]))
+        restoring.restored({piece.key: digests[piece.key] for piece in a.own_slices})
+    assert missing(a, 1, digests) == ()
+
+
+def test_a_restore_without_free_memory_is_refused_until_others_end(pair):
+    a, _ = pair
+    stage(a, 1)
+    digests = dict(
+        zip((p.key for p in a.own_slices), a.all_own_digests(1), strict=True)
+    )
+    with contextlib.ExitStack() as given_up:
+        for _ in range(OWN_BUFFERS):
+            a.keep_only(set())
+            given_up.enter_context(a.begin_restore(1, digests, {}))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no free buffer to restore step 1"):
+                a.begin_restore(1, digests, {})
+        assert a.holdings() == ({}, [])
+        with pytest.raises(RuntimeError, match="no free buffer for step 2.*given up"):
+            a.begin_stage(2)
+    assert missing(a, 1, digests) == a.own_slices
+    a.keep_only(set())
+    assert a._own.pool.ref_counts.free_buffers.all()
 
 
 def test_what_was_verified_when_it_came_is_offered_without_being_read(pair):
@@ -143,9 +171,9 @@ def test_what_was_verified_when_it_came_is_offered_without_being_read(pair):
     a.own_parts(1, a.own_slices[0]).views[0][0] ^= 1
     assert [host.holdings(read=False) for host in (a, b)] == before
     digests = before[0][0][1]
-    assert a.begin_restore(1, digests, {}, read=False) == []
+    assert missing(a, 1, digests, read=False) == ()
     changed = digests | {a.own_slices[0].key: bytes(len(a.all_own_digests(1)[0]))}
-    assert a.begin_restore(1, changed, {}, read=False) == [a.own_slices[0]]
+    assert missing(a, 1, changed, read=False) == (a.own_slices[0],)
 
 
 def test_a_new_host_reads_nothing_before_it_fetches(pair, monkeypatch):
@@ -157,7 +185,7 @@ def test_a_new_host_reads_nothing_before_it_fetches(pair, monkeypatch):
     a.keep_only(set())
     read = []
     set_digests(monkeypatch, lambda *_: read.append(1) or b"")
-    assert a.begin_restore(1, digests, {}) == list(a.own_slices)
+    assert missing(a, 1, digests) == a.own_slices
     assert read == [] and a.holdings() == ({}, [])
 
 

@@ -156,11 +156,12 @@ def test_a_restore_takes_what_has_rotted_from_the_peer(
     wrong(holder)
     keys = [piece.key for piece in holder.own_slices]
     digests = dict(zip(keys, holder.all_own_digests(7), strict=True))
-    (missing,) = holder.begin_restore(7, digests, {}, read)
-    assert missing.key == key
-    (good,) = pair[1].holder.find(7, [key])
-    holder.own_parts(7, missing).fill(good)
-    holder.restored(7, {key: digests[key]})
+    with holder.begin_restore(7, digests, {}, read) as restoring:
+        (missing,) = restoring.missing
+        assert missing.key == key
+        (good,) = pair[1].holder.find(7, [key])
+        restoring.parts(missing).fill(good)
+        restoring.restored({key: digests[key]})
     assert key in holder.here(7) and wrong(holder) == []
 
 

@@ -277,7 +277,8 @@ def test_a_fixed_interval_overrules_that_of_the_commit(
         chunk_bytes=CHUNK,
     )
     zeros = {p.key: bytes(16) for p in holder.own_slices}
-    holder.begin_restore(8, zeros, {"step": 8, "interval": 8})
+    with holder.begin_restore(8, zeros, {"step": 8, "interval": 8}):
+        pass
     order = {"source": "memory", "step": 8, "arena": str(holder.path), "items": {}}
     order |= {"buffers": b"", "digests": []}
     order["items"] = holder.items(8)
