@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgpack
 import numpy as np
 
 from dtft.checkpoint.managers.agent_link import (
@@ -30,6 +31,10 @@ from dtft.checkpoint.storage import StorageTier, storage_steps
 ITEM = "interval"
 """Name of the JSON item in which a step records its snapshot interval: the number of
 steps to the next snapshot. Only jobs with an automatic interval save this item."""
+MAX_ITEMS_BYTES = 3 << 20
+"""Largest size in msgpack of the items of a step, in bytes. A push sends them with the
+step's digests in one header of at most 16 MiB, and a host reports those of up to 4
+steps at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +226,13 @@ class AgentCheckpointManager:
             Always True.
 
         Raises:
-            ValueError: a slice of the layout is not on this host's devices.
+            ValueError: a slice of the layout is not on this host's devices, or the
+                items have more than `MAX_ITEMS_BYTES` (3 MiB).
             TimeoutError: the agent did not assign memory for the step in time.
             AgentGone: the agent has ended, or has detached this process.
         """
         begun = time.monotonic()
+        _refuse_large(step, args.items)
         with self._dialogue.condition:
             if self._asked != step:
                 self._ask(step)
@@ -368,6 +375,16 @@ class AgentCheckpointManager:
 LEAVE_S = 5.0
 NONE = -1
 """Stands for "no step". It is not 0, because a user's job may save a step 0."""
+
+
+def _refuse_large(step: int, items: Mapping[str, Any]) -> None:
+    nbytes = len(msgpack.packb(items) or b"")
+    if nbytes > MAX_ITEMS_BYTES:
+        raise ValueError(
+            f"the items of step {step} (JSON values, metrics, custom metadata) have "
+            f"{nbytes} bytes. Allowed: {MAX_ITEMS_BYTES}. Save large values as arrays, "
+            "and fewer of the others."
+        )
 
 
 class NotHeld(LookupError):

@@ -233,8 +233,9 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         Raises:
             ValueError: `step` is not a valid number or exists already, `args` or
                 `metrics` cannot be saved, `best_fn` fails, or the manager is closed. In
-                a job of several processes also: `step` is below the newest step, or the
-                tree or a sharding differs from the first save.
+                a job of several processes also: `step` is below the newest step, the
+                tree or a sharding differs from the first save, or the values that are
+                no arrays have more than 3 MiB.
             OSError: in a job of one process, too little memory for the step; the steps
                 saved before remain.
             TimeoutError: in a job of several processes, the agent did not answer in

@@ -336,7 +336,7 @@ def _opened(
         FetchError: the peer lacks a slice, or the sizes differ.
     """
     left = min(deadline - time.monotonic(), BEGIN_S)
-    reply, _ = channel.receive(left, no_payload, max_header=protocol.MAX_DATA_HEADER)
+    reply, _ = channel.receive(left, no_payload)
     if "error" in reply:
         raise FetchError(str(reply["error"]))
     if reply.get("sizes") != list(sizes):
@@ -476,9 +476,7 @@ def serve_fetches(
             answer was sent.
         TimeoutError: the peer sends no request, or does not take an answer, in time.
     """
-    request, _ = channel.receive(
-        OPEN_S, no_payload, max_header=protocol.MAX_DATA_HEADER
-    )
+    request, _ = channel.receive(OPEN_S, no_payload)
     try:
         slices = find(request)
     except KeyError as error:

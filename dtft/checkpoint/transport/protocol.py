@@ -143,7 +143,9 @@ VERSION = 2
 MAX_HEADER = 16 << 20
 """Largest packed header of any frame, in bytes."""
 MAX_DATA_HEADER = 4 << 20
-"""Largest packed header on a connection that moves slices, in bytes."""
+"""Largest packed header on a connection that moves slices, in bytes. Only the first
+header of a push or a fetch, and the answer to it, may be larger (`MAX_HEADER`), because
+they list all slices."""
 MAX_REQUEST_HEADER = 64 << 10
 """Largest packed header of a hello or of a request with few fields, in bytes."""
 MAX_PAYLOAD = 1 << 40

@@ -20,7 +20,6 @@ import numpy as np
 
 from dtft.checkpoint.state import Layout, Parts, WantedSlice
 from dtft.checkpoint.transport import (
-    MAX_DATA_HEADER,
     Credentials,
     FetchError,
     WireError,
@@ -300,9 +299,7 @@ def _ask(source: _Source, credentials: Credentials) -> tuple[int, dict[str, byte
     with connect(
         source.address, credentials, {"op": "digests"}, ANSWER_S, [asked]
     ) as channel:
-        answer, _ = channel.receive(
-            deadline - time.monotonic(), no_payload, max_header=MAX_DATA_HEADER
-        )
+        answer, _ = channel.receive(deadline - time.monotonic(), no_payload)
     return _read(answer)
 
 

@@ -163,7 +163,7 @@ def _receive_push(channel: Channel, inbox: Inbox) -> bool:
         the push is of an older assignment of slots (epoch) than this host's. Else
         False.
     """
-    header, _ = channel.receive(86400, no_payload, max_header=MAX_DATA_HEADER)
+    header, _ = channel.receive(86400, no_payload)
     push = _Announced.read(header)
     holder = inbox.holder()
     if holder is None or push.epoch != inbox.epoch():

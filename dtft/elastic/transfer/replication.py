@@ -98,15 +98,24 @@ class Pusher:
     def _try(self, step: int, deadline: float) -> bool:
         """Tries to send one step; returns whether the step needs no further try.
 
-        True if the peer has the step or does not need it, or if this host's memory has
-        dropped the step. False after a failed connection or a failed send. `deadline`
-        is the time of `time.monotonic` by which the step must have arrived.
+        True if the peer has the step or does not need it, if this host's memory has
+        dropped the step, or if the step can never be sent, which is logged. False after
+        a failed connection or a failed send. `deadline` is the time of `time.monotonic`
+        by which the step must have arrived.
         """
         try:
             return self._send(step, deadline)
         except KeyError:
             self._hang_up()
             return True  # the step was dropped after a newer commit
+        except ValueError as error:  # its digests and items are too large for a header
+            self._hang_up()
+            if not self._closed.is_set():
+                logger.warning(
+                    "step %d cannot be sent to %s, which gets no copy of it: %s",
+                    *(step, self._address, error),
+                )
+            return True
         except (OSError, ChannelClosed, TimeoutError) as error:
             self._hang_up()
             if not self._closed.is_set():

@@ -20,7 +20,7 @@ from dtft.checkpoint.state.ranges import (
 )
 from dtft.checkpoint.transport import fetch
 from dtft.checkpoint.transport.connection import Channel
-from dtft.checkpoint.transport.server import connect
+from dtft.checkpoint.transport.server import TransportServer, connect
 from dtft.elastic.transfer.replication import Pusher
 from dtft.elastic.transfer.restore_executor import (
     FetchFailed,
@@ -181,6 +181,29 @@ def test_requests_outside_the_slices_end_their_connection_only(
         with pytest.raises(ConnectionError):
             channel.receive(5)
     assert pair[1].wrong() == []
+
+
+def test_a_fetch_of_very_many_slices_is_answered() -> None:
+    memory = memoryview(bytearray(60_000))
+    keys = {f"{number:0100}": number for number in range(len(memory))}
+    digests = chunk_digests(b"x", CHUNK)
+    wanted = [
+        WantedSlice(key=key, memory=Parts([memory[at : at + 1]]), digests=digests)
+        for key, at in keys.items()
+    ]
+    here = Parts([memoryview(b"x")])
+    server = TransportServer(
+        "127.0.0.1:0",
+        JOB,
+        {"fetch": lambda it: fetch.serve_fetches(it, lambda _: [here] * len(keys))},
+    )
+    fetch.fetch_slices(
+        *(server.address, JOB, {"op": "fetch"}, {}, wanted),
+        chunk_bytes=CHUNK,
+        limit_s=30.0,
+    )
+    server.close()
+    assert bytes(memory) == b"x" * len(memory)
 
 
 class Former(threading.Thread):

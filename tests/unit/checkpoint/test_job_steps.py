@@ -287,6 +287,8 @@ def test_what_makes_no_sense_in_a_job_is_refused(
     changed = tree(6) | {"count": 1.5}
     with pytest.raises(ValueError, match="'default/count' was int64.*now float64"):
         manager.save(6, ocp.args.StandardSave(changed), None, None, False)
+    with pytest.raises(ValueError, match="items of step 6 .*Save large values as arr"):
+        save(manager, 6, custom={"text": "x" * (4 << 20)})
     save(manager, 6)  # nothing was lost by it
     manager.leave()
     with pytest.raises(NoAgent, match="chunk_bytes=64 instead of"):

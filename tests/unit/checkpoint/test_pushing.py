@@ -1,5 +1,6 @@
 """Pushes: only what is lacking travels, a cut goes on, and nothing else is touched."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.checkpoint.managers.agent_client import (
+    MAX_ITEMS_BYTES,
+    AgentCheckpointManager,
+    SaveArgs,
+)
+from dtft.checkpoint.managers.agent_link import AgentLink, Dialogue
 from dtft.checkpoint.state.digests import Chunks, chunk_digests, unpack_flags
 from dtft.checkpoint.transport import push
 from dtft.checkpoint.transport.connection import Channel
@@ -118,6 +125,49 @@ def test_only_changed_chunks_travel(pair: list[Host]) -> None:
     (parts,) = receiver.holder.find(3, [big.key])
     assert bytes(parts) == changed(big.key, big.nbytes)
     assert receiver.holder.holdings()[1] == []
+
+
+def test_a_step_with_large_items_arrives(pair: list[Host]) -> None:
+    sender, receiver = pair
+    sender.stage(1)
+    items = sender.holder.items(1)
+    items["text"] = "x" * (5 << 20)
+    pushed(pair, 1)
+    assert receiver.holder.items(1) == items and receiver.wrong() == []
+
+
+def test_a_step_that_can_never_be_sent_is_told_and_the_next_is_sent(
+    pair: list[Host], caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, receiver = pair
+    for step in (1, 2):
+        sender.stage(step)
+    sender.holder.items(1)["text"] = "x" * (17 << 20)
+    (one,) = sender.holder.outgoing
+    pusher = Pusher(sender.holder, one, receiver.address, JOB, EPOCH, 10.0)
+    pusher.offer(1)
+    pusher.offer(2)
+    wait_until(lambda: receiver.held == [(2, 0)])
+    pusher.close()
+    (record,) = [it for it in caplog.records if it.levelname == "WARNING"]
+    assert "step 1 cannot be sent" in record.getMessage()
+    assert "Allowed: 16777216" in record.getMessage()
+
+
+def test_items_too_large_to_be_pushed_are_refused_when_they_are_saved(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = (AgentLink(end) for end in socket.socketpair())
+    manager = AgentCheckpointManager(
+        Dialogue(ours, 5.0), slot=0, chunk_bytes=CHUNK, storage_directory=tmp_path
+    )
+    args = SaveArgs(arrays={}, items={"text": "x" * MAX_ITEMS_BYTES})
+    with pytest.raises(ValueError, match=r"items of step 3 .*Allowed: 3145728\."):
+        manager.save(3, args=args)
+    with pytest.raises(TimeoutError):  # nothing was asked for
+        theirs.receive(0.01)
+    for end in (ours, theirs):
+        end.close()
 
 
 def test_a_pusher_that_is_closed_as_it_connects_sends_nothing(
