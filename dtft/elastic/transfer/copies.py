@@ -94,16 +94,18 @@ class Copies:
             if (it.layout.digest, it.slot, self._placed[it]) == wanted
         ]
         others = tuple(it for it in known if it not in same)
-        self.former = tuple(it for it in others if keep in it.steps())
+        former = tuple(it for it in others if keep in it.steps())
+        # A holder that is kept serves peers on other threads also while others close.
+        self.holder, self.former = same[0] if same else None, former
         if keep is not None:
-            for one in self.former:
+            for one in former:
                 # The new formation recomputes uncommitted steps, with other bits.
                 one.drop_after(keep)
-        self.holder = None
         for one in others:
-            if one not in self.former:
+            if one not in former:
                 self._drop(one)
-        self.holder = same[0] if same else self._make(layout, slot, domains)
+        if self.holder is None:
+            self.holder = self._make(layout, slot, domains)
         self._placed[self.holder] = domains
         return self.holder
 
@@ -209,6 +211,8 @@ class Copies:
     def report(self, read: bool = True) -> dict[str, Any]:
         """Makes this host's report about all of its copies, for the leader.
 
+        Leaves out a step that is dropped, and a holder that is closed, meanwhile.
+
         Args:
             read: whether the copies are read and checked now; see
                 `ReplicaStore.holdings`.
@@ -226,12 +230,20 @@ class Copies:
         complete: dict[int, list[int]] = {}
         corrupt: list[str] = []
         for holder in holders:
-            good, bad = holder.holdings(read)
+            try:
+                good, bad = holder.holdings(read)
+            except ValueError:
+                if holder in self.holders():
+                    raise
+                continue  # a newer assignment of slots has closed it
             for step, digests in good.items():
+                try:
+                    beside = holder.items(step)
+                except KeyError:  # a restore of another step has dropped it
+                    continue
                 held[step] = digests | held.get(step, {})
                 if all(piece.key in digests for piece in holder.own_slices):
                     complete.setdefault(step, []).append(holder.slot)
-                beside = holder.items(step)
                 if not items_are_right(beside):
                     corrupt.append(f"{self._config.host} step {step}: its items")
                     beside = {}

@@ -75,6 +75,47 @@ def stage(copies: Copies, step: int, digest: bytes) -> None:
     holder.staged(step, [digest] * len(holder.own_slices), {"step": step})
 
 
+def test_a_holder_that_is_kept_serves_while_others_are_closed(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = copies.hold(layout(5000), 1)
+    stage(copies, 7, b"x" * 16)
+    kept = copies.hold(layout(4000), 1, keep=7)
+    seen, closing = [], former.close
+
+    def close() -> None:
+        seen.append(copies.holder)
+        closing()
+
+    monkeypatch.setattr(former, "close", close)
+    assert copies.hold(layout(4000), 1) is kept
+    assert seen == [kept]
+
+
+def test_what_goes_while_it_is_reported_is_left_out(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore of another step, and a new assignment, come during the report."""
+    former = copies.hold(layout(5000), 1)
+    stage(copies, 7, b"x" * 16)
+    newest = copies.hold(layout(4000), 1, keep=7)
+    stage(copies, 8, b"y" * 16)
+    listed = newest.holdings
+
+    def holdings(read: bool) -> tuple[dict[int, dict[str, bytes]], list[str]]:
+        found = listed(read)
+        newest.keep_only(set())
+        copies.committed()
+        return found
+
+    monkeypatch.setattr(newest, "holdings", holdings)
+    told = copies.report(read=False)
+    assert told["holdings"] == told["items"] == told["complete"] == {}
+    assert told["corrupt"] == [] and copies.former == ()
+    with pytest.raises(ValueError, match="closed"):
+        former.holdings(read=False)
+
+
 def test_a_step_that_was_not_committed_is_not_kept_for_another_formation(
     copies: Copies,
 ) -> None:
