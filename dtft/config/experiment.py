@@ -12,6 +12,7 @@ from tyro.conf import arg
 
 from dtft.balance import Policy, Rules
 from dtft.checkpoint.replication import Automatic, Cadence
+from dtft.checkpoint.state import MAX_CHUNK_BYTES
 from dtft.checkpoint.timeouts import Timeouts
 from dtft.config.optimizers import OptimConfig
 from dtft.data import DataConfig
@@ -365,7 +366,7 @@ class CheckpointConfig:
     arena_directory: str = "/dev/shm"
     """Directory of the copies in memory; must be on a memory file system."""
     chunk_bytes: int = 4 * 2**20
-    """Bytes of a chunk: a piece of a slice that has one digest."""
+    """Bytes of a chunk: a piece of a slice that has one digest. At most 256 MiB."""
 
     def __post_init__(self) -> None:
         for name in ("copies", "interval", "storage_keep", "chunk_bytes"):
@@ -374,6 +375,12 @@ class CheckpointConfig:
                     f"checkpoint.{name}={getattr(self, name)} is not positive. "
                     f"Set --checkpoint.{name} to 1 or more."
                 )
+        if self.chunk_bytes > MAX_CHUNK_BYTES:
+            raise ValueError(
+                f"checkpoint.chunk_bytes={self.chunk_bytes} is more than a host can "
+                "fetch from another. Set --checkpoint.chunk_bytes to at most "
+                f"{MAX_CHUNK_BYTES}."
+            )
         interval = 1 if self.interval == "auto" else self.interval
         if self.storage_interval < 0 or self.storage_interval % interval:
             raise ValueError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dtft.checkpoint.replication import LEAST_MAXIMUM, Automatic, Cadence
-from dtft.checkpoint.state import listed
+from dtft.checkpoint.state import MAX_CHUNK_BYTES, listed
 
 _COUNTS = (
     "save_interval_steps",
@@ -66,7 +66,7 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     best_mode: Literal["max", "min"] = "max"
     """Whether the largest or the smallest number of `best_fn` is the best."""
     chunk_bytes: int = 4 << 20
-    """Size of a chunk in bytes; every chunk has its own digest."""
+    """Size of a chunk in bytes, at most 256 MiB; every chunk has its own digest."""
     storage_timeout_s: float = 300.0
     """Limit of one write to storage in seconds. `save` never waits for a write;
     `wait_until_finished` and `close` do."""
@@ -150,17 +150,20 @@ def _count(name: str, value: Any) -> int:
 
     Raises:
         ValueError: the value is no whole number, or is below 1 (`max_interval_steps`:
-            below `LEAST_MAXIMUM`, which is 8).
+            below `LEAST_MAXIMUM`, which is 8), or `chunk_bytes` is above
+            `MAX_CHUNK_BYTES` (256 MiB).
     """
     longest = name == "max_interval_steps"
     least = LEAST_MAXIMUM if longest else 1
+    most = MAX_CHUNK_BYTES if name == "chunk_bytes" else math.inf
     is_count = hasattr(value, "__index__") and not isinstance(value, bool)
-    if is_count and (count := operator.index(value)) >= least:
+    if is_count and least <= (count := operator.index(value)) <= most:
         return count
+    allowed = f"{least} or more" if most == math.inf else f"{least} to {most}"
     besides = "".join(_WORDS.get(name, {}).values())
     why = " (with fewer, what a save costs cannot be told)" if longest else ""
     raise ValueError(
-        f"{name}={value!r} is not allowed. Allowed: a whole number, {least} or more"
+        f"{name}={value!r} is not allowed. Allowed: a whole number, {allowed}"
         f"{why}{besides}. Set ReplicatedOptions({name}=...)."
     )
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtft.checkpoint.state.digests import (
         ABSENT,
         DIGEST_BYTES,
+        MAX_CHUNK_BYTES,
         Chunks,
         Parts,
         check_copies,
@@ -126,6 +127,7 @@ _PUBLIC = {
     "Leaf": "slices",
     "LeafBundle": "partition",
     "LeafRecord": "record",
+    "MAX_CHUNK_BYTES": "digests",
     "MeshLayout": "slices",
     "Part": "ranges",
     "Partition": "partition",
@@ -209,6 +211,7 @@ __all__ = [
     "Leaf",
     "LeafBundle",
     "LeafRecord",
+    "MAX_CHUNK_BYTES",
     "MeshLayout",
     "Part",
     "Partition",

@@ -79,6 +79,9 @@ class Parts:
 
 ABSENT = 255
 """Value in place of a buffer number (see `Chunks`) if a chunk is not in memory."""
+MAX_CHUNK_BYTES = 256 << 20
+"""Largest chunk that a host can fetch from a peer, in bytes: an answer has at least one
+whole chunk and at most this many bytes."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -21,7 +21,12 @@ from typing import Any
 
 import numpy as np
 
-from dtft.checkpoint.state import Parts, WantedSlice, chunk_digests
+from dtft.checkpoint.state import (
+    MAX_CHUNK_BYTES,
+    Parts,
+    WantedSlice,
+    chunk_digests,
+)
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.dialing import parse_address
 from dtft.checkpoint.transport.fetch import STREAMS, fetch_slices, serve_fetches
@@ -62,6 +67,11 @@ class TransportBench:
                     f"{name}={getattr(self, name)} is not positive. Allowed: 1 or "
                     f"more. Set --{name} to that."
                 )
+        if self.chunk_mib << 20 > MAX_CHUNK_BYTES:
+            raise ValueError(
+                f"chunk_mib={self.chunk_mib} is more than a fetch can send. Allowed: 1 "
+                f"to {MAX_CHUNK_BYTES >> 20}. Set --chunk_mib to that."
+            )
 
     @property
     def slice_bytes(self) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtft.checkpoint.state import (
+    MAX_CHUNK_BYTES,
     Parts,
     Range,
     WantedSlice,
@@ -449,8 +450,6 @@ sent."""
 IDLE_S = 60.0
 """Limit in seconds for a peer's next request to arrive, and again for the answer to be
 sent. After that the connection is ended."""
-MAX_ANSWER = 256 << 20
-"""Largest answer in bytes; a chunk must not be larger."""
 
 
 def serve_fetches(
@@ -530,7 +529,7 @@ def _cut_out(slices: Sequence[Parts], parts: object) -> list[memoryview]:
 
     Raises:
         WireError: `parts` is malformed, a part is outside of its slice, or the parts
-            have more than `MAX_ANSWER` bytes (256 MiB).
+            have more than `MAX_CHUNK_BYTES` bytes (256 MiB).
     """
     found: list[memoryview] = []
     size = 0
@@ -544,7 +543,7 @@ def _cut_out(slices: Sequence[Parts], parts: object) -> list[memoryview]:
         index, start, stop = part
         inside = 0 <= index < len(slices) and 0 <= start <= stop <= slices[index].nbytes
         size += stop - start
-        if not inside or size > MAX_ANSWER:
+        if not inside or size > MAX_CHUNK_BYTES:
             raise protocol.WireError(
                 f"a request's part {part} is outside of its slice, or is too large"
             )

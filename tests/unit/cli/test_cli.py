@@ -278,11 +278,18 @@ def test_the_transport_bench_refuses_what_it_would_ignore(
     assert option in shown and "Traceback" not in shown
 
 
-def test_the_transport_bench_refuses_no_rounds(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--rounds", "0", "rounds=0 is not positive"),
+        ("--chunk_mib", "257", "chunk_mib=257 is more than a fetch can send. Allowed"),
+    ],
+)
+def test_the_transport_bench_refuses_impossible_numbers(
+    option: str, value: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert code_of(["bench", "transport", "--rounds", "0"]) == 2
-    assert "rounds=0 is not positive" in capsys.readouterr().err
+    assert code_of(["bench", "transport", option, value]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

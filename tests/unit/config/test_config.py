@@ -359,6 +359,8 @@ def test_contradictions_are_refused() -> None:
         ScheduleConfig(kind="warmup_cosine")
     with pytest.raises(ValueError, match="not a multiple of checkpoint.interval=3"):
         CheckpointConfig(interval=3)
+    with pytest.raises(ValueError, match=r"chunk_bytes=268435457 .* most 268435456"):
+        CheckpointConfig(chunk_bytes=(256 << 20) + 1)
     with pytest.raises(ValueError, match=r"optim.b1=0.0 makes"):
         MaxAdaBeliefConfig(b1=0.0)
     with pytest.raises(ValueError, match=r"optim.beta_preconditioner=0.0 does not fit"):
