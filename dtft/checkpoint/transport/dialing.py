@@ -137,17 +137,23 @@ def resolve(host: str, port: int, timeout_s: float) -> Found:
 
     Raises:
         TimeoutError: the resolver has not answered within `timeout_s` seconds.
-        OSError: the name is not known.
+        OSError: the name is not known, or no thread can be started.
     """
     with contextlib.suppress(socket.gaierror):
         return _ask(host, port, socket.AI_NUMERICHOST | socket.AI_NUMERICSERV)
     with _lock:
         lookup = _lookups.get((host, port))
         if lookup is None:
-            lookup = _lookups[host, port] = _Lookup()
-            threading.Thread(
+            lookup = _Lookup()
+            thread = threading.Thread(
                 target=_look_up, args=(lookup, host, port), name="lookup", daemon=True
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:
+                reason = f"the name {host!r} cannot be looked up now: {error}"
+                raise OSError(socket.EAI_AGAIN, reason) from error
+            _lookups[host, port] = lookup  # the thread waits for the lock to remove it
     if not lookup.done.wait(max(timeout_s, 0)):
         raise TimeoutError(
             f"the name {host!r} was not found within {timeout_s:.3g} s: the resolver "

@@ -120,6 +120,21 @@ def test_a_name_is_looked_up_once_for_all_and_ends_in_time(
     assert resolve("node-5", 80, 5) == [(socket.AF_INET, ("127.0.0.1", 80))]
 
 
+def test_a_name_is_looked_up_again_after_no_thread_could_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        for _ in range(2):
+            with pytest.raises(OSError, match="peer localhost:1: .*'localhost' cannot"):
+                connect("localhost:1", JOB, {}, 5)
+    assert dialing._lookups == {}
+    assert resolve("localhost", 80, 5)
+
+
 def test_a_name_that_is_not_known_is_an_error() -> None:
     with pytest.raises(OSError, match="is no name"):
         dial("a..b:80", 5)
