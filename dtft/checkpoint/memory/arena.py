@@ -29,7 +29,9 @@ DEFAULT_DIRECTORY = Path("/dev/shm")
 _LOWEST = 19
 """Niceness of the thread that maps pages."""
 _PIECE = 1 << 20
-"""Bytes mapped at a time; the mapping thread stops at the next piece after `close`."""
+"""Bytes reserved or mapped at a time. In older kernels a signal undoes what one call
+has reserved, so a call must end between two signals of a timer. The mapping thread
+stops at the next piece after `close`."""
 
 
 class Arena:
@@ -74,11 +76,13 @@ class Arena:
                 " Remove it if no agent runs here, or choose another path",
             ) from error
         try:
-            os.posix_fallocate(descriptor, 0, size)
+            for offset in range(0, size, _PIECE):
+                os.posix_fallocate(descriptor, offset, min(_PIECE, size - offset))
             return cls(path, mmap.mmap(descriptor, size))
-        except OSError as error:
+        except BaseException as error:  # also what the handler of a signal raises
             os.unlink(path)
-            if error.errno == errno.ENOSPC:  # taken by another process since the check
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                # Another process has taken the memory since the check.
                 raise _too_small(path, size) from error
             raise
         finally:

@@ -1,5 +1,6 @@
 """Arenas are reserved whole or refused with the numbers."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -74,10 +75,58 @@ def test_too_large_is_refused_with_the_numbers(path: Path) -> None:
 def test_full_while_reserving_is_refused_and_removed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtft.checkpoint.memory.arena._available", lambda path: 1 << 60)
-    with pytest.raises(OSError, match="Enlarge it"):
-        Arena.create(path, 1 << 50)
-    assert not path.exists()
+    """Another process takes the last memory, or a signal's handler raises an error."""
+    real = os.posix_fallocate
+    for error in (OSError(errno.ENOSPC, "full"), KeyboardInterrupt()):
+
+        def reserve(
+            descriptor: int,
+            offset: int,
+            size: int,
+            error: BaseException = error,
+        ) -> None:
+            if offset >= 5 << 20:
+                raise error
+            real(descriptor, offset, size)
+
+        monkeypatch.setattr(os, "posix_fallocate", reserve)
+        expected = OSError if isinstance(error, OSError) else KeyboardInterrupt
+        with pytest.raises(expected, match="Enlarge it|^$"):
+            Arena.create(path, 64 << 20)
+        assert not path.exists()
+
+
+def test_a_signal_undoes_one_piece_at_most(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer kernels go on after a signal, so calls are looked at."""
+    real, reserved = os.posix_fallocate, [0]
+
+    def reserve(descriptor: int, offset: int, size: int) -> None:
+        assert offset == reserved[-1] and 0 < size <= 1 << 20
+        real(descriptor, offset, size)
+        reserved.append(offset + size)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    Arena.create(path, (3 << 20) + 5).close()
+    assert reserved[-1] == path.stat().st_size == (3 << 20) + 5
+
+
+def test_memory_is_reserved_under_a_timer(path: Path) -> None:
+    """A profiler's signals come more often than the whole can be reserved."""
+    code = (
+        "import signal, sys\n"
+        "from dtft.checkpoint.memory.arena import Arena\n"
+        "signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)\n"
+        "Arena.create(sys.argv[1], 256 << 20)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0)"
+    )
+    root = Path(__file__).parents[3]
+    subprocess.run(
+        [sys.executable, "-c", code, str(path)], check=True, timeout=10, cwd=root
+    )
+    assert path.stat().st_size == 256 << 20
 
 
 def test_existing_file_is_kept(path: Path) -> None:
