@@ -8,7 +8,7 @@ argument.
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -564,7 +564,7 @@ def _flops_by_dim(graph: Graph) -> Mapping[int, float]:
     operators count.
     """
     heavy = [op for op in graph.operators if op.kind in PRODUCTS] or graph.operators
-    found: Counter[int] = Counter()
+    found: dict[int, float] = defaultdict(float)
     for op in heavy:
         values = (graph.values[index] for index in (*op.inputs, *op.outputs))
         for dim in {dim for value in values for dim in value.dims}:

@@ -9,7 +9,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dtft.checkpoint.memory.own_copies import Room
 from dtft.checkpoint.replication.commit import push_root
@@ -442,11 +442,11 @@ class SimCopies(Copies):
         epoch = order["generation"], order["attempt"]
         slot, domains = order["slot"], order["domains"]
         try:
-            holder = self.hold(layout, slot, domains, keep=step, epoch=epoch)
+            found = self.hold(layout, slot, domains, keep=step, epoch=epoch)
         except OSError as error:
             outcome.resolve({"fatal": str(error)})
             return
-        assert isinstance(holder, SimHolder)
+        holder = cast(SimHolder, found)
         told = step, order["digests"], order["items"], order["read"]
         missing = self._adopt(holder, order, holder.begin_restore(*told))
         transfers = order["transfers"]

@@ -128,10 +128,10 @@ class Gateway(http.server.ThreadingHTTPServer):
 class Replies(http.server.BaseHTTPRequestHandler):
     """Sends the replies of a `Gateway`."""
 
-    server: Gateway
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
+        assert isinstance(self.server, Gateway)
         self.rfile.read(int(self.headers["Content-Length"]))
         self.server.asked.append(self.path)
         left = self.server.replies[self.path]
