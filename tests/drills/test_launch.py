@@ -117,7 +117,8 @@ def test_stop_while_a_host_is_missing_keeps_the_last_commit(tmp_path):
     (end,) = [event for event in read_events(run) if event["event"] == "end"]
     stored = max(storage_steps(run / "checkpoints"))
     assert (end["status"], end["step"]) == ("stopped", stored), output
-    assert stored == commits(run)[-1], output
+    # The killed leader may have recorded one commit that it had not yet logged.
+    assert stored - commits(run)[-1] in (0, 1), output
 
 
 def _is_agent(process: Path, run: Path, host: str) -> bool:
