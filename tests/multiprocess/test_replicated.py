@@ -469,6 +469,7 @@ def test_nothing_is_left_in_shared_memory(tmp_path: Path, how: str) -> None:
             while not ocp.utils.checkpoint_steps(tmp_path / "steps"):
                 time.sleep(0.1)
             os.killpg(child.pid, signal.SIGINT)
+            child.wait(timeout=150)  # before its script ends with its stdin
         child.stdin.close()
         code = child.wait(timeout=150)
         child.stdout.close()
