@@ -484,12 +484,11 @@ class FaultInjector(threading.Thread):
             return False
         self._open.append((strike, begun))
         self._resume_held(fault, victims)
-        is_replaced = fault.holds and not fault.heals
-        if is_replaced:
+        if fault.holds and not fault.heals:
             self._expect_restarts(len(victims))
+            for _ in victims:
+                self._start_later()
         self.injected.append(strike)
-        for _ in victims * is_replaced:
-            self._start_later()
         return True
 
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
