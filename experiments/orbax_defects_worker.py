@@ -57,8 +57,10 @@ class Host:
             path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             for path, x in state.items()
         }
+        # No case saves more steps. Orbax deletes older ones in a thread, and `reload`
+        # raises ValueError if a step vanishes while it is listed.
         every = options.CheckpointManagerOptions(
-            local=options.LocalCheckpointOptions(save_interval_steps=1, max_to_keep=3),
+            local=options.LocalCheckpointOptions(save_interval_steps=1, max_to_keep=8),
             persistent=options.PersistentCheckpointOptions(save_interval_steps=4),
             replica_axis_index=0,
         )
