@@ -29,9 +29,9 @@ DEFAULT_DIRECTORY = Path("/dev/shm")
 _LOWEST = 19
 """Niceness of the thread that maps pages."""
 _PIECE = 1 << 20
-"""Bytes reserved or mapped at a time. In older kernels a signal undoes what one call
-has reserved, so a call must end between two signals of a timer. The mapping thread
-stops at the next piece after `close`."""
+"""Bytes reserved or mapped at a time. A call that a signal interrupts may have to
+begin anew, so a call is short enough to end between two signals of a timer. The mapping
+thread stops at the next piece after `close`."""
 
 
 class Arena:

@@ -212,7 +212,8 @@ class Rendezvous:
             self.previous, self.assignment = self.assignment, None
         texts = "; ".join(reason.text for reason in whys)
         named = {host for reason in whys for host in reason.hosts}
-        if self.world.number or not self._because:  # else an earlier round has ended it
+        # Without a world, an earlier round has ended it and has recorded the reason.
+        if self.world.number or not self._because:
             self._because = self._why_restarted(whys, named)
         self._keep = 0 if self._because else self.world.number
         self._journal.event("forming", reason=texts, ballot=ballot, keeps=self._keep)

@@ -3,8 +3,8 @@
 After every change the complete copy is reported, with the store's revision. If the
 watch loses history or the store loses data, the keys are listed again. To recognize a
 loss, the newest pairs are compared with the store's each time the watch connects. A
-listing each time would be too much for a store with 1,000 hosts, whose quiet watches
-connect every 30 s.
+quiet watch connects every 30 s, and a listing each time would send the records of all
+hosts to every host.
 """
 
 import functools

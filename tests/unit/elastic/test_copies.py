@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dtft.checkpoint.memory.replica_store import ReplicaStore
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 from dtft.elastic.job import AgentConfig
 from dtft.elastic.transfer.copies import Copies
@@ -75,12 +76,17 @@ def stage(copies: Copies, step: int, digest: bytes) -> None:
     holder.staged(step, [digest] * len(holder.own_slices), {"step": step})
 
 
+def resized(copies: Copies) -> tuple[ReplicaStore, ReplicaStore]:
+    """The holder of a former layout, which has step 7, and that of the new layout."""
+    former = copies.hold(layout(5000), 1)
+    stage(copies, 7, b"x" * 16)
+    return former, copies.hold(layout(4000), 1, keep=7)
+
+
 def test_a_holder_that_is_kept_serves_while_others_are_closed(
     copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    former = copies.hold(layout(5000), 1)
-    stage(copies, 7, b"x" * 16)
-    kept = copies.hold(layout(4000), 1, keep=7)
+    former, kept = resized(copies)
     seen, closing = [], former.close
 
     def close() -> None:
@@ -96,9 +102,7 @@ def test_what_goes_while_it_is_reported_is_left_out(
     copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore of another step, and a new assignment, come during the report."""
-    former = copies.hold(layout(5000), 1)
-    stage(copies, 7, b"x" * 16)
-    newest = copies.hold(layout(4000), 1, keep=7)
+    former, newest = resized(copies)
     stage(copies, 8, b"y" * 16)
     listed = newest.holdings
 
