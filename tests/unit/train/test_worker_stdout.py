@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import pty
+import select
 import tty
 
 import pytest
@@ -23,20 +24,18 @@ def test_what_a_reader_that_pauses_does_not_take_is_dropped(
     with caplog.at_level(logging.WARNING):
         for number in range(2000):
             print(f"{number:0100}", file=out)  # 200 KB, more than the buffer takes
-    assert len(caplog.records) == 1 and "lines are left out" in caplog.text
+    messages = [record.getMessage() for record in caplog.records]
+    message = "stdout takes no output (nothing reads it); lines are left out"
+    # A terminal makes room once more when the kernel moves what it holds to its end.
+    assert set(messages) == {message} and (kind == "terminal" or len(messages) == 1)
     read = b""
     while len(read) < 1000:
         read += os.read(reader, 1 << 20)
     assert read.startswith(f"{0:0100}\n{1:0100}\n".encode())
-    os.set_blocking(reader, False)
-    while True:
-        try:
-            os.read(reader, 1 << 20)
-        except BlockingIOError:
-            break
-    print("read again", file=out)
-    os.set_blocking(reader, True)
-    assert os.read(reader, 100) == b"read again\n"
+    while not read.endswith(b"read again\n"):
+        print("read again", file=out)
+        while select.select([reader], [], [], 0.1)[0]:
+            read += os.read(reader, 1 << 20)
     assert os.get_blocking(writer)  # others who write there still wait
     for descriptor in (reader, writer, own):
         os.close(descriptor)
