@@ -93,8 +93,10 @@ class UnitTimes:
 
         Args:
             busy_s: Seconds of local work of each node in each step, `[steps, n]`.
-            load: Units of each node in each of the steps, `[n]`. A node without load
-                keeps its mean, times the factor by which all other nodes became slower.
+            load: Units of each node in each of the steps, `[n]`: the same load as in
+                the rounds that `self` was measured in. A node without load was not
+                measured; its mean, if it has one, is multiplied by the factor by which
+                the other nodes became slower.
 
         Raises:
             ValueError: shapes do not fit, or a node with load has seconds that are not

@@ -358,7 +358,8 @@ class AgentRuntime:
     def dispatched(self, step: int) -> None:
         """Reports to the agent that `step` is dispatched.
 
-        Then step `step - AHEAD` is finished, which is also reported.
+        Also reports that step `step - AHEAD` is finished: the training loop waits for
+        it before it dispatches `step`.
 
         Raises:
             RuntimeError: a failure drill injects a failure at this step.
