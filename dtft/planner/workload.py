@@ -419,9 +419,10 @@ class Workload:
 
         If batch leaves differ in their rows, the examples are those of the leaf whose
         first dim the most operations of matmuls and other products have (without
-        products: of all operators). Of equal leaves, the examples are those with the
-        most rows. A first dim that indexes positions, because another of these leaves
-        has it as its second dim, comes last.
+        products: of all operators). Of equal first dims, the one with the most rows
+        counts. If leaves with that first dim differ in their rows, because one of them
+        is flattened, the examples are the fewest rows. A first dim that indexes
+        positions, because another of these leaves has it as its second dim, comes last.
         """
         graph = self.program
         values = [graph.values[graph.inputs[path]] for path in self.paths("batch")]
@@ -436,7 +437,8 @@ class Workload:
             others = (one.dims[1:2] for one in values if one.shape[0] != rows)
             return (dim,) not in others, work[dim], rows
 
-        return max(values, key=rank).shape[0]
+        dim = max(values, key=rank).dims[0]
+        return min(value.shape[0] for value in values if value.dims[0] == dim)
 
     @cached_property
     def _of_examples(self) -> tuple[str, ...]:

@@ -514,7 +514,7 @@ class _Walk:
                 yield from self._alloc(inner, start, going)
         while number < stop:
             yield from self._without_operators(number, going)
-            operator = self.graph.operators[number]
+            first, operator = number, self.graph.operators[number]
             if len(operator.within) > len(within):
                 inner = operator.within[len(within)]
                 loop = self.graph.loops[inner]
@@ -522,8 +522,9 @@ class _Walk:
                 number = loop.operators[1] - 1
             else:
                 yield from self._operator(operator, number, going)
-            for value in going.pop(number, ()):
-                yield Event(value=value, kind="free")
+            for at in range(first, number + 1):  # a loop's operators were all passed
+                for value in going.pop(at, ()):
+                    yield Event(value=value, kind="free")
             number += 1
         if not within:
             yield from self._without_operators(stop, going)

@@ -51,6 +51,7 @@ class Nearby:
     """A batch size near the workload's, and the best plan whose mesh divides it."""
 
     batch: int
+    """Examples of the batch."""
     plan: Plan
     """The plan; its prediction is for the workload's own batch, not for `batch`."""
     step_s: float
@@ -89,7 +90,26 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
     return tuple(one for one in found if one is not None)
 
 
+def _examples_each(question: Workload) -> int:
+    """The examples in each unit of `question.batch_size`; 1 if no reshape splits them.
+
+    A loss that reshapes its 64 examples to 8 x 8 has 8 units of 8 examples each.
+    """
+    each, rest = divmod(question.num_examples, max(1, question.batch_size))
+    return 1 if rest else max(1, each)
+
+
 def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
+    """Finds the best plan for a batch.
+
+    Args:
+        decision: the plan of the workload's own batch.
+        asked: the workload's `batch_size`.
+        batch: the other batch size, in the same units.
+
+    Returns:
+        The batch and its plan; None if no mesh divides the batch with the user's pins.
+    """
     try:
         found = best_of(
             decision.question,
@@ -101,7 +121,8 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
     except ValueError:  # pins that need fewer devices
         return None
     more = found.prediction.terms["compute"] * (batch / asked - 1)
-    return Nearby(batch=batch, plan=found, step_s=found.prediction.step_s + more)
+    examples = batch * _examples_each(decision.question)
+    return Nearby(batch=examples, plan=found, step_s=found.prediction.step_s + more)
 
 
 def batch_text(decision: Decision) -> tuple[str, float]:
@@ -118,8 +139,9 @@ def batch_text(decision: Decision) -> tuple[str, float]:
       the seconds are 0. Then the text is '' if all devices are used and none repeats
       the work of others.
     """
-    asked, there = max(1, decision.question.batch_size), decision.cluster.num_devices
-    plan, rows = decision.plan, decision.candidate.batch
+    each, there = _examples_each(decision.question), decision.cluster.num_devices
+    asked = max(1, decision.question.batch_size) * each
+    plan, rows = decision.plan, decision.candidate.batch * each
     error = plan.prediction.relative_error
     if rows > asked:  # a pin leaves no mesh that divides it
         more_s = plan.prediction.step_s * (rows / asked - 1)

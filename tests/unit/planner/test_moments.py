@@ -425,3 +425,27 @@ def test_a_loop_that_only_moves_arrays_has_buffers(delay, shape) -> None:
         freed = [at.get(("free", root), np.inf) for root in found.roots[read]]
         assert at["alloc", made] < max(freed)
     assert decide(asked, Cluster.parse("8xcpu")).plan.memory["activations"]
+
+
+def test_an_array_is_freed_after_the_loop_that_moves_it_though_another_follows() -> (
+    None
+):
+    def loss(params, x):
+        late = _delayed(x @ params["w"])
+        layers = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), late, params["v"])
+        return jnp.mean(layers[0] ** 2)
+
+    shape = jax.ShapeDtypeStruct
+    params = {"w": shape((8, 8), jnp.float32), "v": shape((3, 8, 8), jnp.float32)}
+    graph = of_loss(loss, ADAM, params, shape((16, 8), jnp.float32)).graph
+    moving, layers = graph.loops[:2]
+    assert moving.operators == (layers.operators[0],) * 2
+    assert layers.operators[1] - layers.operators[0] > 1
+    found = follow(graph)
+    ((read, _),) = moving.sliced
+    (freed,) = (
+        number
+        for number, event in enumerate(found.events)
+        if event.kind == "free" and event.value in found.roots[read]
+    )
+    assert any(event.kind == "alloc" for event in found.events[freed:])

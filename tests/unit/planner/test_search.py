@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dtft.planner.cluster.topology import Cluster
-from dtft.planner.report.lints import find_lints
+from dtft.planner.report.lints import batch_text, batches, find_lints
 from dtft.planner.report.replan import why_not
 from dtft.planner.search.decision import decide
 from dtft.planner.search.enumerate import enumerate_space
@@ -151,6 +151,32 @@ def test_examples_are_the_rows_that_most_of_the_work_has(loss, batch, expected) 
     assert divided == [*expected]
     assert not question.is_batch_alike
     assert decide(question, Cluster.parse("8xH100")).plan.examples == rows
+
+
+def test_a_flattened_array_of_the_batch_has_no_more_examples() -> None:
+    def masked(params, batch):
+        tokens = (batch["x"] @ params["up"]).mean(-1).reshape(-1)
+        return jnp.mean(tokens * batch["weight"])
+
+    shapes = {
+        "x": jax.ShapeDtypeStruct((8, 16, 64), F32),
+        "weight": jax.ShapeDtypeStruct((128,), F32),
+    }
+    question = of_loss(masked, ADAM, PARAMS, shapes)
+    assert (question.num_examples, question.batch_size) == (8, 8)
+
+
+def test_a_batch_that_a_reshape_splits_has_its_prices_per_example() -> None:
+    def grouped(params, batch):
+        return loss(params, {"x": batch["x"].reshape(8, 8, 64)})
+
+    question = of_loss(grouped, ADAM, PARAMS, BATCH)
+    text, more_s = batch_text(decide(question, Cluster.parse("3xh100"), {"replica": 3}))
+    assert "does not divide the batch of 64: give it 72 rows, 8 of them" in text
+    assert more_s > 0
+    found = decide(question, Cluster.parse("3xh100"))
+    assert [it.batch for it in batches(found)] == [48, 72]
+    assert "3 devices do not divide the batch of 64: " in batch_text(found)[0]
 
 
 def test_examples_that_a_reshape_splits_are_all_counted() -> None:
