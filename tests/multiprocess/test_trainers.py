@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from dtft.checkpoint.managers.agent_link import AGENT_SOCKET, NoAgent, ask, attach
+from dtft.checkpoint.memory.own_copies import Room
 from dtft.elastic.host import trainers as module
-from dtft.elastic.host.follower import MOST_WARM_S, WARM_S, Follower
+from dtft.elastic.host.follower import MOST_WARM_S, ROOM_AGAIN_S, WARM_S, Follower
 from dtft.elastic.host.trainers import AttachedTrainer, Command, Trainers
 from dtft.elastic.processes import ended_with, process_alive
 from tests.support.desks import agent_config
@@ -174,6 +175,53 @@ def test_a_standby_that_fails_is_started_again_after_longer_and_longer_pauses(
     assert caplog.text.count("the next one is started after 5 s") == 2
 
 
+def test_a_trainer_gets_buffers_for_a_step_once_some_are_free(tmp_path: Path) -> None:
+    loop, sent = VirtualLoop(), list[tuple[str, dict[str, Any]]]()
+    room, stuck = Room(base=-1, buffers=b"\x01"), [True]
+
+    def begin_stage(step: int) -> Room:
+        if stuck[0]:
+            raise RuntimeError(f"no free buffer for step {step}")
+        return room
+
+    parts: Any = SimpleNamespace(
+        trainers=SimpleNamespace(
+            bind=lambda emit: None,
+            is_active=lambda ident: True,
+            send=lambda op, **fields: sent.append((op, fields)),
+        ),
+        board=None,
+        copies=SimpleNamespace(
+            holder=SimpleNamespace(begin_stage=begin_stage), share=lambda turn: b"\x01"
+        ),
+        exports=None,
+        resharding=None,
+    )
+    told: list[str] = []
+    follower = Follower(
+        agent_config(tmp_path, "a"),
+        JOB,
+        parts,
+        loop,
+        lambda *event: None,
+        lambda op, **fields: told.append(op),
+    )
+    task: Any = SimpleNamespace(turn=0, wanted=None)
+    follower._task = task
+    follower.happened("trainer", 1, {"op": "stage", "step": 7})
+    loop.turn(5.0)
+    assert sent == told == []
+    stuck[0] = False
+    loop.turn(ROOM_AGAIN_S)
+    answer = {"step": 7, "copied": b"\x01", "base": -1, "buffers": b"\x01"}
+    assert sent == [("room", answer)]
+    stuck[0] = True
+    follower.happened("trainer", 1, {"op": "stage", "step": 8})
+    follower._task, stuck[0] = None, False  # the slot is given up
+    loop.turn(5.0)
+    assert len(sent) == 1 and told == []
+
+
 @pytest.mark.parametrize("linked_first", [True, False])
 def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
     trainers: Trainers, events: Events, linked_first: bool
@@ -184,9 +232,10 @@ def test_one_that_dies_as_it_is_given_its_slot_is_found_by_its_exit(
         wait_until(lambda: trainers._known[ident].outbox is not None)
     trainer = trainers._known[ident]
     assert trainer.process is not None
-    trainer.process.kill()
-    trainers.start({"slot": 0, "world": {"number": 1, "index": 1}})
-    trainers.send("release", step=1)
+    with trainers._lock:  # no event can come
+        trainer.process.kill()
+        trainers.start({"slot": 0, "world": {"number": 1, "index": 1}})
+        trainers.send("release", step=1)
     assert events.get(timeout=20)[:2] == ("trainer_exit", ident)
     assert trainers.exited(ident)
 

@@ -73,6 +73,8 @@ LEAVE_S = 2.0
 STACKS_S = 0.3
 """Seconds before the end of `LEAVE_S` at which a trainer that has not given up its slot
 is made to write its stacks to its log."""
+ROOM_AGAIN_S = 0.5
+"""Seconds between two tries to take buffers for a step, if no buffer is free."""
 KEPT_COMMITS = 2
 """Number of newest commits that a host remembers, in case the store lacks commits."""
 _OF_A_SLOT: tuple[ProgressField, ...] = (
@@ -1013,15 +1015,40 @@ class Follower:
 
         Returns:
             The answer to the trainer: `step`, the buffers, and `copied` (which slices
-            to copy, see `Copies.share`). None if no buffer is free, which is reported
-            to the leader.
+            to copy, see `Copies.share`). None if no buffer is free. Then the trainer
+            gets the answer once there is one; it waits for `timeouts.start` at most.
         """
         task.wanted = None
         try:
-            room = holder.begin_stage(step)
+            return self._taken_room(task, holder, step)
         except RuntimeError as error:
-            self._fatal(str(error))
+            # A restore that was given up has a buffer until its peer answers.
+            logger.warning("%s Tried again every %.1f s.", error, ROOM_AGAIN_S)
+            self._loop.call_later(ROOM_AGAIN_S, self._room_late, task, holder, step)
             return None
+
+    def _room_late(self, task: SlotTask, holder: ReplicaStore, step: int) -> None:
+        """Sends the trainer the buffers that were not free before, once they are.
+
+        Does nothing if the slot or its copies were replaced meanwhile. The arguments
+        are those of `_room`.
+        """
+        if task is not self._task or holder is not self._copies.holder:
+            return
+        try:
+            self._trainers.send("room", **self._taken_room(task, holder, step))
+        except RuntimeError:
+            self._loop.call_later(ROOM_AGAIN_S, self._room_late, task, holder, step)
+
+    def _taken_room(
+        self, task: SlotTask, holder: ReplicaStore, step: int
+    ) -> dict[str, Any]:
+        """Takes the buffers; returns the answer to the trainer (see `_room`).
+
+        Raises:
+            RuntimeError: no buffer is free.
+        """
+        room = holder.begin_stage(step)
         return {"step": step, "copied": self._copies.share(task.turn), **vars(room)}
 
     def _on_staged(self, task: SlotTask, message: Message) -> None:
