@@ -39,6 +39,7 @@ from dtft.elastic.store.api import (
     LeaseGone,
     Put,
     Resync,
+    StoreFull,
     StoreRefused,
     StoreUnavailable,
     check_changes,
@@ -685,9 +686,12 @@ class EtcdStore:
         if result.get("created") and revision + 1 < position:
             # Either a member lags or the store lost data. A listing is never stale.
             listing = Resync(*self.list(prefix))
-            return listing if listing.revision + 1 < position else None
+            if listing.revision + 1 < position:
+                return listing
         if result.get("created") and position and (compares := known()):
-            # A store that lost data may have made more revisions than before.
-            if not self.txn(compares, []):
-                return Resync(*self.list(prefix))
+            # A store that lost data may have made more revisions than before. But it is
+            # not full; before 3.5.7, a full etcd also refuses to compare.
+            with contextlib.suppress(StoreFull):
+                if not self.txn(compares, []):
+                    return Resync(*self.list(prefix))
         return None
