@@ -102,8 +102,8 @@ def ended_with(process: subprocess.Popen) -> int | None:
         try:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
             found = os.waitid(os.P_PID, process.pid, options)
-        except ChildProcessError:  # another thread has reaped the child
-            found = None
+        except ChildProcessError:  # another thread reaps it, and is about to say so
+            return process.wait()
         if found is not None:
             killed = found.si_code != os.CLD_EXITED
             return -found.si_status if killed else found.si_status
