@@ -29,9 +29,12 @@ DEFAULT_DIRECTORY = Path("/dev/shm")
 _LOWEST = 19
 """Niceness of the thread that maps pages."""
 _PIECE = 1 << 20
-"""Bytes reserved or mapped at a time. A call that a signal interrupts may have to
-begin anew, so a call is short enough to end between two signals of a timer. The mapping
-thread stops at the next piece after `close`."""
+"""Bytes reserved at a time. A call that a signal interrupts may have to begin anew, so
+a call is short enough to end between two signals of a timer."""
+_MAPPED = 4 << 20
+"""Bytes mapped at a time. They have so many pages (above 500) that NumPy releases the
+GIL while it reads one element of each; else the thread, at its low priority, could wait
+for a processor with the GIL. The thread stops at the next piece after `close`."""
 
 
 class Arena:
@@ -154,9 +157,9 @@ class Arena:
 
     def _map_pages(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
-        for offset in range(0, self.size, _PIECE):
+        for offset in range(0, self.size, _MAPPED):
             try:
-                view = self.view(offset, min(_PIECE, self.size - offset))
+                view = self.view(offset, min(_MAPPED, self.size - offset))
             except ValueError:
                 return  # closed meanwhile
             # Reads the pages, because madvise(MADV_POPULATE_WRITE) holds the lock of

@@ -366,7 +366,7 @@ class Channel:
                 raise self._late("another thread's send to end")
             try:
                 head = self._sealer.frame(header, size)
-                self.write(head, *parts, deadline=deadline)
+                self._write([head, *parts], deadline)
                 self._sealer.advance()
             finally:
                 self._sending.release()
@@ -541,13 +541,17 @@ class Channel:
             raise self._late(what)
 
     def write(self, *parts: Buffer, deadline: float) -> None:
-        """Sends bytes without adding a header; used by `send` and the handshake.
+        """Sends bytes without adding a header; used by the handshake.
 
         Raises:
             ChannelClosed: the connection has ended.
             TimeoutError: the monotonic clock has passed `deadline`. If some of the
                 bytes were sent, or under TLS may have been sent, the channel is closed.
         """
+        with self._use():
+            self._write(parts, deadline)
+
+    def _write(self, parts: Sequence[Buffer], deadline: float) -> None:
         buffers = [memoryview(part) for part in parts if len(part)]
         at, begun = 0, False
         try:
@@ -583,7 +587,8 @@ class Channel:
             TimeoutError: the monotonic clock has passed `deadline`, or no byte arrived
                 for `SILENCE_S` (10) seconds.
         """
-        return self._take(size, deadline)
+        with self._use():
+            return self._take(size, deadline)
 
     def _take(self, size: int, deadline: float) -> bytearray:
         data = bytearray(size)

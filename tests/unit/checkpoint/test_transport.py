@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dtft.checkpoint.transport import protocol
 from dtft.checkpoint.transport import server as transport
-from dtft.checkpoint.transport.connection import Channel, ChannelClosed
+from dtft.checkpoint.transport.connection import Channel, ChannelClosed, SocketStream
 from dtft.checkpoint.transport.protocol import Credentials
 from dtft.checkpoint.transport.server import TransportServer, connect
 from tests.support.hosts import echo, wait_until
@@ -237,6 +237,40 @@ def test_closing_wakes_a_thread_that_waits(serve: Serve) -> None:
     threading.Timer(0.1, channel.close).start()
     with pytest.raises(ChannelClosed):
         channel.receive(10)
+
+
+@pytest.mark.parametrize("part", ["read", "write"])
+def test_a_descriptor_stays_open_while_a_handshake_waits_on_it(part: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    channel = Channel(SocketStream(near, 1000), "10.0.0.1:1")
+    polling, poll = threading.Event(), channel.stream.poll
+    goes_on, seen = threading.Event(), list[int]()
+
+    def late(event: int, timeout_s: float) -> bool:
+        polling.set()
+        assert goes_on.wait(20)
+        seen.append(near.fileno())
+        return poll(event, timeout_s)
+
+    def wait() -> None:
+        with pytest.raises(ChannelClosed):
+            until = time.monotonic() + 20
+            if part == "read":
+                channel.read(1, deadline=until)
+            else:
+                channel.write(bytes(64 << 20), deadline=until)
+
+    channel.stream.poll = late  # type: ignore[method-assign]
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert polling.wait(20)
+    channel.close()
+    goes_on.set()
+    thread.join(20)
+    assert len(seen) == 1 and seen[0] > 0 and near.fileno() == -1
+    far.close()
 
 
 def test_a_reset_is_channel_closed(serve: Serve) -> None:
