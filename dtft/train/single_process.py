@@ -225,15 +225,17 @@ class LocalRuntime:
         """Returns the text that follows a crash's error.
 
         The text has the phase and step of the crash, the path of the newest stored
-        checkpoint, and the resume command.
+        checkpoint (or why storage cannot be listed), and the resume command.
         """
         phase, step = self._at
-        stored = self._storage.latest_step()
-        kept = (
-            "no checkpoint was stored"
-            if stored is None
-            else f"the newest checkpoint is {self._checkpoints / str(stored)}"
-        )
+        kept = "no checkpoint was stored"
+        try:
+            stored = self._storage.latest_step()
+        except OSError as error:
+            kept = f"{self._checkpoints} cannot be listed ({error})"
+        else:
+            if stored is not None:
+                kept = f"the newest checkpoint is {self._checkpoints / str(stored)}"
         return f" (in phase {phase} of step {step}); {kept}; resume with: " + (
             self.resume_command
         )

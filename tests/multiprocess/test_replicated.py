@@ -1,5 +1,6 @@
 """The public manager alone in one process: exact bits, refusals, storage for stock."""
 
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dtft.checkpoint import Corrupt, ReplicatedCheckpointManager, ReplicatedOptions
 from dtft.checkpoint import StorageFailed as Failed
+from dtft.checkpoint.storage import StoredSteps
 from dtft.checkpoint.storage.stored_steps import CheckpointUnreadable
 from tests.support.managers import NEVER, Restore, Save, forget, memory_only
 from tests.support.states import NANS, bits
@@ -425,6 +427,18 @@ def test_storage_that_fails_stops_nothing(tmp_path: Path) -> None:
     assert manager.restore()["w"].tolist() == [3, 3, 3]
     with pytest.raises(Failed, match="step 3 did not reach storage"):
         manager.close()
+
+
+def test_storage_that_cannot_be_listed_leaves_the_steps_in_memory(
+    manager: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stale(_: StoredSteps) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    assert manager.save(1, args=Save({"w": jnp.ones(3)}))
+    monkeypatch.setattr(StoredSteps, "steps", stale)
+    assert manager.all_steps(read=True) == [1]
+    assert "cannot be listed: [Errno 116] Stale file handle" in caplog.text
 
 
 def test_a_bit_that_flipped_in_memory_does_not_reach_storage(tmp_path: Path) -> None:

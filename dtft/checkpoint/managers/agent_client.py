@@ -447,7 +447,7 @@ class AttachedMemory(AgentCheckpointManager):
         try:
             self._take_part()
         except BaseException:  # KeyboardInterrupt too: the agent must be free again
-            self.leave()
+            self._detach()
             raise
 
     def _take_part(self) -> None:
@@ -696,6 +696,14 @@ class AttachedMemory(AgentCheckpointManager):
             self._attached.link.send("left", step=max(0, self._saved))
         except LinkClosed:
             pass
+        self._detach()
+
+    def _detach(self) -> None:
+        """Closes the link to the agent, and unmaps the memory that is shared with it.
+
+        Without the message of `leave` before, the agent reports that this process has
+        gone, and the job's other processes do not wait for it.
+        """
         self._attached.link.close()
         self._dialogue.close()
         self.close()

@@ -82,7 +82,6 @@ class Storing:
         """Fields of the first message to the current exporter process; {} before the
         first exporter."""
         self.stored = StoredSteps(directory)
-        self._steps: set[int] = set()
         self._metrics: dict[int, Any] = {}
         self._writing: Version | None = None
         self._replaced: tuple[int, ...] = ()
@@ -93,7 +92,7 @@ class Storing:
         self._closing = False
         self._failure: tuple[int, str] | None = None
         """(step, reason) of the last failure that was not raised yet."""
-        self.reload()
+        self._steps = set(self.stored.steps())
         self._tried = max(self._steps, default=None)
 
     @property
@@ -102,8 +101,16 @@ class Storing:
         return frozenset(self._steps)
 
     def reload(self) -> None:
-        """Lists the directory again."""
-        self._steps = set(self.stored.steps())
+        """Lists the directory again; on failure, keeps the last listing."""
+        try:
+            self._steps = set(self.stored.steps())
+        except OSError as error:
+            logger.warning(
+                "the steps in storage (%s) cannot be listed: %s; the last successful "
+                "listing is used",
+                self.stored.directory,
+                error,
+            )
 
     def committed(self, version: Version, *, at_once: bool) -> None:
         """Queues a step for storage if the step is due, or if `at_once` is True.

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,8 +200,15 @@ def describe_step(
         CheckpointUnreadable: the record that dtft stored with the step cannot be read.
         FileNotFoundError: the step was deleted meanwhile.
     """
-    try:
+    with _while_it_exists(directory, step):
         return _leaves_and_items(directory, step)
+
+
+@contextlib.contextmanager
+def _while_it_exists(directory: Path, step: int) -> Iterator[None]:
+    """Says after an error that the step was deleted meanwhile, if it was."""
+    try:
+        yield
     except Exception as error:
         if not (directory / str(step)).is_dir():
             raise _gone(directory, [step]) from error
@@ -326,27 +333,38 @@ def copy_step(directory: Path, step: int, target: Path) -> int:
             fingerprints because stock Orbax wrote it.
         CheckpointUnreadable: the step is corrupt (then nothing was written), or the
             copy is corrupt.
+        FileNotFoundError: the step was deleted meanwhile.
     """
     if target.resolve() == directory.resolve() or (target / str(step)).exists():
         raise ValueError(
             f"--to {target} has step {step} already. Give another directory."
         )
-    _read_all(directory, step)
-    size, half = _bytes_below(directory / str(step)), target / f"{step}{UNFINISHED}"
+    with _while_it_exists(directory, step):
+        _read_all(directory, step)
+        _copy(directory / str(step), target)
+    _read_all(target, step)
+    return _bytes_below(target / str(step))
+
+
+def _copy(step: Path, target: Path) -> None:
+    """Copies the directory of a step into `target`, where it has its name at the end.
+
+    Raises:
+        ValueError: it cannot be copied.
+    """
+    size, half = _bytes_below(step), target / f"{step.name}{UNFINISHED}"
     shutil.rmtree(half, ignore_errors=True)  # of a copy that was killed
     try:
-        shutil.copytree(directory / str(step), half)
-        half.rename(target / str(step))
+        shutil.copytree(step, half)
+        half.rename(target / step.name)
     except OSError as error:
         raise ValueError(
-            f"--to {target}: step {step} cannot be copied there ({_reason(error)}). "
-            f"Allowed: a directory, or a path where one can be made, with {size} bytes "
-            "of space. Give another directory."
+            f"--to {target}: step {step.name} cannot be copied there "
+            f"({_reason(error)}). Allowed: a directory, or a path where one can be "
+            f"made, with {size} bytes of space. Give another directory."
         ) from error
     finally:
         shutil.rmtree(half, ignore_errors=True)
-    _read_all(target, step)
-    return _bytes_below(target / str(step))
 
 
 def _reason(error: OSError) -> str:

@@ -57,6 +57,8 @@ class OpenedDirectory:
     def manager(self) -> ocp.CheckpointManager:
         """The Orbax manager; opens the directory at first use."""
         if self._opened is None:
+            # Else Orbax removes these files on a thread, beside the first deletion.
+            remove_deleted(self.directory)
             self._opened = ocp.CheckpointManager(
                 self.directory,
                 options=self._options,

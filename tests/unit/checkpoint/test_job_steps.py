@@ -34,6 +34,7 @@ from dtft.checkpoint.storage import StoredSteps
 from dtft.elastic.admission import JobMismatch
 from dtft.elastic.assignment import HostRecord
 from dtft.elastic.host.serve import ServeConfig, ServingHost, base_config
+from dtft.elastic.leader.events import read_events
 from dtft.elastic.store.memory import MemoryStore
 from dtft.elastic.store.view import job_key
 from tests.support.etcd_cluster import until
@@ -321,7 +322,18 @@ def test_a_process_that_failed_to_attach_can_try_again(
         patch.setattr(AttachedMemory, "take", fail)
         with pytest.raises(AgentGone, match="stale file handle"):
             serving.manager()
+
+    def interrupted(memory: AttachedMemory) -> None:
+        memory._dialogue.wait(lambda: memory._formed is not None, "the job")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AttachedMemory, "_take_part", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            serving.manager()
     manager = serving.manager()
+    reasons = [it.get("reason") for it in read_events(serving.directory / "run")]
+    assert "process 0 on h has gone" in reasons  # processes beside it are told at once
     save(manager, 0)
     assert manager.all_steps() == [0]
     manager.leave()

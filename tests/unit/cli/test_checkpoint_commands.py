@@ -221,10 +221,23 @@ def test_a_step_that_is_deleted_while_it_is_read_is_no_error(
     monkeypatch.setattr(StoredSteps, "record", late)
     code, text, _ = run("verify", storage)
     assert code == 0 and text == "step 9: every leaf is right\n"
-    for action in ("show", "verify"):
+    to = storage.parent / "to"
+    for action, *words in (["show"], ["verify"], ["export", "--to", to]):
         shutil.copytree(storage.parent / "5", storage / "5")
-        code, _, error = run(action, storage, "--step", "5")
+        code, _, error = run(action, storage, "--step", "5", *words)
         assert code == 2 and "step 5 was deleted meanwhile" in error, action
+    monkeypatch.undo()
+    copytree = shutil.copytree
+
+    def deleted(source: Path, copy: Path) -> None:
+        shutil.rmtree(source)
+        copytree(source, copy)
+
+    copytree(storage.parent / "5", storage / "5")
+    monkeypatch.setattr(shutil, "copytree", deleted)
+    code, _, error = run("export", storage, "--step", "5", "--to", to)
+    assert code == 2 and "step 5 was deleted meanwhile" in error
+    assert not to.exists()
 
 
 def test_the_directory_of_one_step_is_named_as_what_it_is(

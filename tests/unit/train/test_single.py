@@ -1,5 +1,6 @@
 """`dtft train`: storage, resume, and what it refuses."""
 
+import errno
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dtft.checkpoint.storage import StorageTier
 from dtft.config.experiment import Experiment
 from dtft.config.loading import ConfigError
 from dtft.train.loop import Result, run
@@ -154,3 +156,16 @@ def test_a_crash_names_the_step_the_last_checkpoint_and_how_to_go_on(
     last = told.splitlines()[-1]
     assert "error: NameError: name 'momentun' is not defined (in phase" in last
     assert "of step 1); no checkpoint was stored; resume with: dtft train" in last
+
+
+def test_a_crash_beside_storage_that_fails_says_so_and_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(_: StorageTier) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    runtime = LocalRuntime(tiny(tmp_path), "dtft train tiny")
+    monkeypatch.setattr(StorageTier, "latest_step", stale)
+    text = runtime.crash_text()
+    assert "cannot be listed ([Errno 116] Stale file handle); resume with: " in text
+    assert text.endswith("dtft train tiny")
