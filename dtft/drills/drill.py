@@ -96,7 +96,7 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
         arguments += ["--log.every", "1"]  # the losses of all steps are compared
     control = Path(options.control).resolve() if options.control else root / "control"
     faulted = root / "faulted"
-    with only_run_in(root):
+    with only_run_in(root), only_run_in(faulted):
         check_deletable(faulted, "--run-dir")
         usable = partial(_usable, control, experiment, every_loss=compares)
         if not usable():

@@ -60,15 +60,16 @@ def test_a_fault_that_cannot_begin_leaves_no_mount(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run = full_disks._run
 
-    def without_overlays(*words: object) -> None:
-        if "overlay" in words:
-            raise RuntimeError("mount: unknown filesystem type 'overlay'")
+    def limited(*words: object) -> None:
+        if {"overlay", "remount,bind,ro"} & set(words):
+            raise RuntimeError("mount: not supported here")
         run(*words)
 
-    monkeypatch.setattr(full_disks, "_run", without_overlays)
-    with pytest.raises(RuntimeError, match="unknown filesystem type"):
-        storage_full(storage)
-    assert list(tmp_path.iterdir()) == [storage]
+    monkeypatch.setattr(full_disks, "_run", limited)
+    for begin in (storage_full, storage_read_only):
+        with pytest.raises(RuntimeError, match="not supported here"):
+            begin(storage)
+        assert list(tmp_path.iterdir()) == [storage] and not os.path.ismount(storage)
 
 
 def test_memory_is_full_until_the_end(tmp_path: Path) -> None:

@@ -57,9 +57,11 @@ def storage_full(directory: Path) -> Callable[[], None]:
 def storage_read_only(directory: Path) -> Callable[[], None]:
     """Makes a directory read-only (EROFS); returns the function that ends the fault."""
     directory.mkdir(parents=True, exist_ok=True)
-    _run("mount", "--bind", directory, directory)
-    _run("mount", "-o", "remount,bind,ro", directory)
-    return lambda: _unmount(directory)
+    with contextlib.ExitStack() as undone:  # also if the second mount fails
+        _run("mount", "--bind", directory, directory)
+        undone.callback(_unmount, directory)
+        _run("mount", "-o", "remount,bind,ro", directory)
+        return undone.pop_all().close
 
 
 def memory_full(directory: Path) -> Callable[[], None]:

@@ -478,7 +478,10 @@ class FaultInjector(threading.Thread):
             time.sleep(self._random.uniform(0.0, 0.05))
         strike = self._noted(fault, victims)
         pids = self._trainer_pids(victims)
-        begun = begin(fault, victims, self._cluster, self._network, pids)
+        with contextlib.ExitStack() as resumed:  # trainers that `stored` stopped
+            resumed.callback(self._resume, victims)
+            begun = begin(fault, victims, self._cluster, self._network, pids)
+            resumed.pop_all()
         if fault.phase in _PHASE_FIELD and not self._reached(fault):
             begun.end()
             return False
@@ -538,22 +541,24 @@ class FaultInjector(threading.Thread):
         The agents are not stopped, so an export continues.
 
         Returns:
-            False if the faults were cancelled before an export was completed.
+            False if the faults were cancelled before an export was completed. The
+            trainers continue.
 
         Raises:
             TimeoutError: no export completed within `FIRST_EXPORT_S` seconds. The
                 trainers continue.
         """
-        held = stopped(self._trainer_pids(victims))
-        end = time.monotonic() + FIRST_EXPORT_S
-        while not self._cancelled.is_set():
-            events = read_events(self._cluster.options.run_directory)
-            if any(event["event"] == "export" and event["ok"] for event in events):
-                return True
-            if time.monotonic() > end:
-                held.end()
-                raise TimeoutError(f"nothing was exported in {FIRST_EXPORT_S} s")
-            time.sleep(0.05)
+        with contextlib.ExitStack() as resumed:
+            resumed.callback(stopped(self._trainer_pids(victims)).end)
+            end = time.monotonic() + FIRST_EXPORT_S
+            while not self._cancelled.is_set():
+                events = read_events(self._cluster.options.run_directory)
+                if any(event["event"] == "export" and event["ok"] for event in events):
+                    resumed.pop_all()
+                    return True
+                if time.monotonic() > end:
+                    raise TimeoutError(f"nothing was exported in {FIRST_EXPORT_S} s")
+                time.sleep(0.05)
         return False
 
     def _strike(

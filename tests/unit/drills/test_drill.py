@@ -88,6 +88,22 @@ def test_a_drill_deletes_nothing_of_one_that_has_not_ended(
     assert told.out == "" and (control / "metrics.jsonl").exists()
 
 
+def test_a_drill_deletes_nothing_of_its_faulted_run_that_was_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(drill, "_run", None)  # nothing is run
+    monkeypatch.setattr(drill, "_usable", lambda *_, **__: True)
+    faulted = tmp_path / "faulted"
+    faulted.mkdir()
+    (faulted / drill._MADE).touch()
+    (faulted / "metrics.jsonl").touch()
+    with only_run_in(faulted):
+        assert main(["drill", "digits_cnn", "--run-dir", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert f"log.run_dir={faulted} belongs to a run that has not ended" in told.err
+    assert (faulted / "metrics.jsonl").exists()
+
+
 def test_a_control_that_another_drill_has_just_made_is_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -308,6 +308,27 @@ def test_a_fault_that_fails_leaves_no_host_stopped(
     assert injector.not_over == ["kill-host:0@0"]
 
 
+def test_trainers_that_were_held_until_storage_had_a_step_go_on_without_the_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    injector, fault = of_one_host(
+        tmp_path,
+        "cut:0@0:stored",
+        signal_host=lambda host, number: signals.append(number),
+    )
+
+    def broken(*_: object) -> None:
+        raise OSError("no network namespace")
+
+    with open(tmp_path / "events.jsonl", "a") as log:
+        log.write('{"event": "export", "ok": true}\n')
+    monkeypatch.setattr(injector_module, "begin", broken)
+    with pytest.raises(OSError, match="no network namespace"):
+        injector._try(fault, [])
+    assert signals == [signal.SIGCONT] and injector.injected == []
+
+
 def test_killed_hosts_are_due_until_they_are_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
