@@ -252,7 +252,9 @@ def _children() -> list[psutil.Process]:
 
 def _words_of(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()
+        while not (words := process.cmdline()):  # it is about to run its program
+            time.sleep(0.001)
+        return words
     except psutil.Error:  # it has ended, as another test's may at any time
         return []
 

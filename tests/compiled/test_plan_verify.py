@@ -171,8 +171,12 @@ def test_plans_are_compiled_for_devices_that_do_not_exist(decision: Decision) ->
     assert first_fitting((one,)).decision.plan == decision.plan
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("make", [jnp.ones, np.ones])
-def test_arrays_are_verified_as_their_shapes_are(make: Any) -> None:
+def test_arrays_are_verified_as_their_shapes_are(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dtft.parallel.planning.verify.SECONDS_EACH", 75.0)
     batch, params = make((32, 64), "float32"), {"w": make((64, 64), "float32")}
     loss = {"loss": _loss, "optimizer": OPTIMIZER, "params": params}
     for asked in (loss, {"step": _step, "state": params}):

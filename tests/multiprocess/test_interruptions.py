@@ -1,11 +1,13 @@
 """What a drill stops and lets go on again, and what it reports of that."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,7 +46,8 @@ def host() -> Iterator[subprocess.Popen[str]]:
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     yield process
     for pid in session(process.pid):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # a test has killed it already
+            os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=10)
 
 
@@ -142,6 +145,14 @@ def test_a_trainer_that_waited_in_vain_for_an_export_goes_on(
     host, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(injector, "FIRST_EXPORT_S", 2.0)
+    seen, stops = threading.Event(), injector.stopped
+
+    def waits(pids: Sequence[int]) -> Interruption:
+        begun = stops(pids)
+        assert seen.wait(20)
+        return begun
+
+    monkeypatch.setattr(injector, "stopped", waits)
     (tmp_path / "events.jsonl").write_text('{"event": "assignment", "slots": ["a"]}\n')
     board = ProgressBoard(tmp_path / "board", create=True)
     board.set("trainer_pid", session(host.pid)[1])
@@ -154,6 +165,7 @@ def test_a_trainer_that_waited_in_vain_for_an_export_goes_on(
     made = FaultInjector(cast(LocalCluster, cluster), faults, seed=0, rejoin_s=None)
     made.start()
     assert stopped(host, [False, True]) == [False, True]
-    made.join(10.0)
+    seen.set()
+    made.join(20.0)
     assert made.error == "TimeoutError: nothing was exported in 2.0 s"
     assert stopped(host, [False, False]) == [False, False]

@@ -31,7 +31,7 @@ while True:
 ASK = """
 import socket, sys
 channel = socket.create_connection((sys.argv[1], 7000), timeout=0.4)
-channel.settimeout(0.4)
+channel.settimeout(15)  # the kernel has connected them; the server may be slow
 channel.sendall(b"ping")
 assert channel.recv(4) == b"ping"
 """
@@ -44,7 +44,7 @@ def python(prefix: tuple[str, ...], program: str, address: str) -> list[str]:
 def answers(prefix: tuple[str, ...], address: str) -> str:
     """What a client sees: "yes", or the last line of its error."""
     done = subprocess.run(
-        python(prefix, ASK, address), capture_output=True, text=True, timeout=20
+        python(prefix, ASK, address), capture_output=True, text=True, timeout=30
     )
     return done.stderr.strip().splitlines()[-1] if done.returncode else "yes"
 

@@ -59,15 +59,15 @@ def test_all_threads_of_a_running_process(start: Start, log: Path, inner: str) -
     process = start(HANGS.format(first=ACCEPTS, inner=inner))
     told = dump_stack(process.pid, log, deadline_s=5.0)
     assert told == f"the stacks of process {process.pid} are in {log}"
-    text = log.read_text()
-    assert "in turns_round" in text and "in waits_for_rows" in text
+    last = "in turns_round", "in waits_for_rows"
+    _until(lambda: all(name in log.read_text() for name in last))
     assert process.poll() is None  # it goes on
 
 
 def test_a_stopped_process_is_said_to_be_stopped(start: Start, log: Path) -> None:
     process = start(HANGS.format(first=ACCEPTS, inner="pass"))
     process.send_signal(signal.SIGSTOP)
-    _until(lambda: getattr(process_state(process.pid), "state", "") == "T")
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)  # all its threads have
     begun = time.monotonic()
     told = dump_stack(process.pid, log, deadline_s=20)
     assert time.monotonic() - begun < 10

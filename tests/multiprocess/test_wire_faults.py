@@ -9,13 +9,18 @@ from tests.support import memory_faults, wire_faults
 
 @pytest.mark.timeout(180)  # they mostly wait, longer on a busy machine
 def test_single_faults_are_detected_or_survived(tmp_path: Path) -> None:
-    found = wire_faults.run(160, seed=4, folder=tmp_path, workers=16)
-    assert found.wrong == []
-    ends = {result for _, _, result in found.tally}
-    both = {"survived", "detected"}
-    assert both <= ends <= {*both, "not reached"}
-    reached = [key for key in found.tally if key[2] != "not reached"]
-    kinds = {kind.partition(" ")[0] for _, kind, _ in reached}
-    assert kinds >= set(wire_faults.KINDS)
-    assert {kind for _, kind, _ in reached} >= set(memory_faults.FAULTS)
+    both, tally = {"survived", "detected"}, set[tuple[str, str, str]]()
+    for seed in (4, 5, 6):  # on a busy machine, transfers may end before their faults
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        found = wire_faults.run(160, seed=seed, folder=folder, workers=16)
+        assert found.wrong == []
+        tally |= set(found.tally)
+        reached = [key for key in tally if key[2] != "not reached"]
+        kinds = {kind for _, kind, _ in reached}
+        kinds |= {kind.partition(" ")[0] for kind in kinds}
+        if kinds >= {*wire_faults.KINDS, *memory_faults.FAULTS}:
+            break
+    assert both <= {result for *_, result in tally} <= {*both, "not reached"}
+    assert kinds >= {*wire_faults.KINDS, *memory_faults.FAULTS}
     assert {scenario for scenario, _, _ in reached} == set(wire_faults.SCENARIOS)

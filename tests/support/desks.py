@@ -128,6 +128,8 @@ class LeaderDesk:
         self.delete("m/leader")
         self.put("m/leader", self.config.host)
         self._terms += 1
+        if hasattr(self, "leader"):
+            self.leader._journal.close(20)  # its last lines come before the next one's
         self.leader = Leader(
             *(self.config, self.member, self.view(), read_commits(self.store, "j")),
             self.loop,
@@ -190,7 +192,7 @@ class LeaderDesk:
 
     def events(self) -> list[dict[str, Any]]:
         """What the leader has recorded."""
-        self.leader._journal.close()  # waits until it is written
+        self.leader._journal.close(20)  # waits until it is written
         return read_events(self.directory)
 
     def kinds(self) -> list[str]:

@@ -305,7 +305,7 @@ def recorded_pushes() -> Iterator[list[PushedBytes]]:
         replication.send_push = real
 
 
-def wait_until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], limit_s: float = 40.0) -> None:
     """Waits for what another thread does; fails when it does not come."""
     deadline = time.monotonic() + limit_s
     while not condition():

@@ -24,7 +24,7 @@ def loaded_by(code: str) -> set[str]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=50,
+        timeout=150,
         cwd=REPOSITORY,
     )
     return set(result.stdout.split())

@@ -22,7 +22,7 @@ class Host:
         self.ticks = True
         self.member = Membership(
             *(self.door, VirtualMirrors(self.door, self.loop), "job"),
-            *(record_of(name), LEASE_S, self.loop),
+            *(record_of(name), cluster.lease_s, self.loop),
             on_view=self.views.append,
             on_lapse=lambda: self.lapses.append(self.member.record.incarnation),
             on_store=self.up.append,
@@ -46,8 +46,8 @@ class Host:
 class Cluster:
     """Hosts of one job and their store."""
 
-    def __init__(self) -> None:
-        self.loop = VirtualLoop()
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self.loop, self.lease_s = VirtualLoop(), lease_s
         self.store = MemoryStore(self.loop.now)
         self.hosts: list[Host] = []
 

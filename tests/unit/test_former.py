@@ -140,6 +140,7 @@ def test_former_modules_stand_for_packages_that_are_there(former: str) -> None:
         _ = importlib.import_module(former).nothing
 
 
+@pytest.mark.timeout(180)
 def test_code_of_former_readmes_imports_what_it_did() -> None:
     code = """
 import dtft
@@ -163,7 +164,7 @@ assert function(jnp.tanh, jnp.ones(2)).operators
         capture_output=True,
         text=True,
         check=True,
-        timeout=50,
+        timeout=150,
         cwd=Path(dtft.__file__).parents[2],
     )
     told = [line for line in done.stderr.splitlines() if "is an old name" in line]

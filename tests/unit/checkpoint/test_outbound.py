@@ -251,7 +251,7 @@ def test_two_hundred_stuck_peers_take_one_thread_and_disturb_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pairs = [plain() for _ in range(200)]
-    outbounds = [Outbound(here, OutboundLimits(deadline_s=20)) for here, _ in pairs]
+    outbounds = [Outbound(here, OutboundLimits(deadline_s=50)) for here, _ in pairs]
     wait_until(lambda: not writers(), 5)  # one of an earlier test
     try:
         for outbound in outbounds[:190]:

@@ -35,7 +35,22 @@ def test_results_and_errors_reach_the_caller() -> None:
     assert call("to divide", divmod, 9, 2) == (4, 1)
 
 
-def test_a_call_that_hangs_is_given_up_and_undone_when_it_ends() -> None:
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Limits count from the moment at which the call of a test has set this."""
+    begun, wait = threading.Event(), rdma.wait
+
+    def late(futures: Any, limit_s: float) -> Any:
+        assert begun.wait(30)
+        return wait(futures, limit_s)
+
+    monkeypatch.setattr(rdma, "wait", late)
+    return begun
+
+
+def test_a_call_that_hangs_is_given_up_and_undone_when_it_ends(
+    begun: threading.Event,
+) -> None:
     call, go, undone = rdma._OneThread(), threading.Event(), threading.Event()
     results: list[int] = []
 
@@ -44,6 +59,7 @@ def test_a_call_that_hangs_is_given_up_and_undone_when_it_ends() -> None:
         undone.set()
 
     def hangs() -> int:
+        begun.set()
         assert go.wait(30)
         return 5
 
@@ -81,10 +97,17 @@ def test_a_call_whose_turn_comes_too_late_is_not_made() -> None:
     assert made == ["now"]
 
 
-def test_what_ends_something_is_called_after_a_call_that_hangs() -> None:
+def test_what_ends_something_is_called_after_a_call_that_hangs(
+    begun: threading.Event,
+) -> None:
     call, go, ended = rdma._OneThread(), threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        begun.set()
+        go.wait(30)
+
     with pytest.raises(rdma.NixlError):
-        call("to hang", go.wait, 30, limit_s=0.05)
+        call("to hang", hangs, limit_s=0.05)
     assert not call.end("to end", ended.set)
     assert not ended.is_set()
     go.set()

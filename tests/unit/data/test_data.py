@@ -51,6 +51,7 @@ def test_digits_are_the_known_ones_and_split_once() -> None:
     assert list(batch["id"]) == list(range(359))
 
 
+@pytest.mark.timeout(180)
 def test_what_a_trainer_imports_has_no_scipy() -> None:
     loaded = loaded_by(
         "import dtft.train.worker, dtft.train.loop\n"

@@ -235,11 +235,16 @@ def test_the_rate_bounds_a_verification_and_its_deadline(
 def test_hosts_that_are_silent_or_slow_while_they_verify_are_named(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtft.elastic.inspect_job.SILENCE_S", 0.3)
-    released = threading.Event()
+    released, answered, inspect = threading.Event(), threading.Event(), job.inspects[0]
+
+    def sound(channel: Channel) -> None:
+        inspect(channel)
+        answered.set()
 
     def silent(channel: Channel) -> None:
         channel.receive(10)
+        assert answered.wait(20)  # the limit is for this host alone
+        monkeypatch.setattr("dtft.elastic.inspect_job.SILENCE_S", 0.3)
         channel.send({"progress": (0, 5)}, timeout_s=10)
         released.wait(20)
 
@@ -248,7 +253,7 @@ def test_hosts_that_are_silent_or_slow_while_they_verify_are_named(
         while not released.wait(0.05):
             channel.send({"progress": (0, 5)}, timeout_s=10)
 
-    job.inspects[1] = silent
+    job.inspects[0], job.inspects[1] = sound, silent
     try:
         lines, well = verify_lines(verify_record(job.observer().look(Verification())))
         assert not well and any("no answer: h1: " in line for line in lines)
@@ -361,7 +366,8 @@ def test_a_leader_that_always_says_it_has_moved_is_given_up(
 def test_an_export_ends_in_time_however_often_the_leader_changes(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dtft.elastic.inspect_job.EXPORT_S", 1.0)
+    monkeypatch.setattr("dtft.elastic.inspect_job.EXPORT_S", 1.5)
+    monkeypatch.setattr("dtft.elastic.inspect_job.LEADER_PAUSE_S", 1.0)
 
     def moves(answer: Answer) -> None:
         job.store.delete(job_key("j", "m/leader"))

@@ -26,6 +26,7 @@ def test_a_file_that_hangs_holds_nobody_up_and_gets_all_of_it(
     wait_until(lambda: time.monotonic() > begun + 1)
     journal.say("and more")
     journal.close(0.2)
+    wait_until(lambda: not journal._speaking)
     out = capfd.readouterr().out
     assert out.count("hangs; training goes on") == 1
     assert "still said" in out and "and more" in out
@@ -34,7 +35,7 @@ def test_a_file_that_hangs_holds_nobody_up_and_gets_all_of_it(
     while text.count(b"\n") < 1002:
         text += os.read(reader, 1 << 20)
     os.close(reader)
-    journal.close()
+    journal.close(20)
     path.unlink()
     path.write_bytes(text)
     events = read_events(tmp_path)
@@ -49,11 +50,11 @@ def test_a_file_that_cannot_be_written_gets_all_of_it_later(
     journal = Journal(run, "h0")
     journal.event("one")
     journal.event("two")
-    journal.close()
+    journal.close(20)
     assert "cannot be written" in capfd.readouterr().out
     run.mkdir()
     journal.event("three")
-    journal.close()
+    journal.close(20)
     assert [event["event"] for event in read_events(run)] == ["one", "two", "three"]
 
 
@@ -63,7 +64,7 @@ def test_a_topic_is_said_when_it_changes(
     journal = Journal(tmp_path, "h0")
     for text in ("one", "one", "", "one", "two"):
         journal.say_once("topic", text)
-    journal.close()
+    journal.close(20)
     assert capfd.readouterr().out.split() == ["dtft:", "one"] * 2 + ["dtft:", "two"]
     assert len(read_events(tmp_path)) == 3
 

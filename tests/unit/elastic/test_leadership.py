@@ -235,8 +235,8 @@ def test_an_agent_leads_though_no_other_view_comes(tmp_path: Path) -> None:
 
 def test_a_term_of_a_real_store_is_fenced(etcd: EmbeddedEtcd) -> None:
     """The in-memory twin, of which all else is tested, says the same as etcd."""
-    cluster = Cluster()
-    store = EtcdStore(etcd.address)
+    cluster = Cluster(lease_s=60.0)  # the store's time is real, that of the loop is not
+    store = EtcdStore(etcd.address, 20.0)
     cluster.store = store  # type: ignore[assignment]
     try:
         a, b = Leading(cluster, "a"), Leading(cluster, "b")

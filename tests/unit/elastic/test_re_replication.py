@@ -138,7 +138,7 @@ class Desk:
         )
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        self.journal.close()  # waits until all is written
+        self.journal.close(20)  # waits until all is written
         return [e for e in read_events(self.directory) if e["event"] == kind]
 
     def said(self) -> str:

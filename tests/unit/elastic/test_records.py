@@ -74,7 +74,7 @@ class Desk:
         return [commit.step for commit in read_commits(self.store, "j")]
 
     def said(self) -> list[str]:
-        self.journal.close()
+        self.journal.close(20)
         return [event["text"] for event in read_events(self.directory)]
 
 

@@ -158,6 +158,7 @@ def test_corrupt_copies_are_left_out_of_the_next_choice(
     recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(salvage, "start_exporter", Exporter)
+    monkeypatch.setattr(salvage, "ASK_S", 20.0)
     layout = replicated(2)
     (tmp_path / "checkpoints").mkdir()
     with hosts(tmp_path, layout) as (a, b):
@@ -180,7 +181,7 @@ def test_corrupt_copies_are_left_out_of_the_next_choice(
         keys = [it.key for it in layout.slices(0) if it.nbytes > 7]
         corrupt(a, keys[0])
         corrupt(b, keys[1])
-        assert work.run(roots, 10.0) == 7
+        assert work.run(roots, 40.0) == 7
         whole = [bytes(it.nbytes) for it in undivided(layout).slices(0)]
         assert Exporter.saved == b"".join(
             chunk_digests(it, CHUNK_BYTES) for it in whole
@@ -189,4 +190,4 @@ def test_corrupt_copies_are_left_out_of_the_next_choice(
         with pytest.raises(
             NotSalvaged, match=f"corrupt copies: host-0 step 7: {keys[0][:3]}"
         ):
-            work.run(roots, 10.0)
+            work.run(roots, 40.0)
