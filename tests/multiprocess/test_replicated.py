@@ -454,7 +454,8 @@ def test_a_bit_that_flipped_in_memory_does_not_reach_storage(tmp_path: Path) -> 
 
 
 SCRIPT = """
-import sys, jax.numpy as jnp, orbax.checkpoint as ocp
+import signal, sys, jax.numpy as jnp, orbax.checkpoint as ocp
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job of `&` ignores it
 from dtft.checkpoint import ReplicatedCheckpointManager
 manager = ReplicatedCheckpointManager(sys.argv[1])
 for step in map(int, sys.argv[2:]):
