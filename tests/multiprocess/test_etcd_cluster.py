@@ -131,7 +131,10 @@ def test_a_watch_leaves_a_stopped_member_though_nothing_else_is_called(
         time.sleep(0.1)
         until(lambda: _puts(other, "quiet/b"))
         begun = time.monotonic()
-        assert [event.kv.key for event in watcher.events(1)] == ["quiet/b"]
+        heard: list[str] = []
+        while "quiet/b" not in heard:  # "quiet/a" too, if its put was repeated
+            heard += [event.kv.key for event in watcher.events(1)]
+        assert set(heard) <= {"quiet/a", "quiet/b"}
         assert time.monotonic() - begun < etcd_module._ASK_S + DEADLINE_S + SLACK_S
     watcher.end()
 

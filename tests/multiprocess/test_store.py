@@ -27,7 +27,7 @@ from dtft.elastic.store.api import (
 )
 from dtft.elastic.store.embedded import EmbeddedEtcd
 from dtft.elastic.store.etcd import EtcdStore, version_warning
-from dtft.elastic.store.etcd_wire import Connection
+from dtft.elastic.store.etcd_wire import Connection, encode
 from dtft.elastic.store.memory import MemoryStore
 from dtft.elastic.store.mirror import ThreadMirrors
 from tests.support.hosts import wait_until
@@ -401,6 +401,57 @@ def test_quiet_watch_connects_again(
     assert values == list(range(40))
     watcher.end()
     store.close()
+
+
+def test_events_before_the_start_of_a_watch_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a member sends them that lags when a watch is opened (etcd issue 20221)."""
+    opened: list[str] = []
+
+    def event(revision: int) -> dict[str, Any]:
+        key = {name: str(revision) for name in ("create_revision", "mod_revision")}
+        return {"kv": {"key": encode("/a"), "value": encode(str(revision)), **key}}
+
+    def message(revision: int, *events: int, **more: Any) -> dict[str, Any]:
+        header = {"revision": str(revision)}
+        return {"result": {"header": header, "events": [*map(event, events)], **more}}
+
+    class Lagging:
+        """A stream of a member that lags, then has caught up, and then ends."""
+
+        quiet_s = 0.0
+
+        def __init__(self, endpoint: Any, context: Any, body: Any, *_: Any) -> None:
+            opened.append(body["create_request"]["start_revision"])
+            self._messages = [
+                message(59, created=True),
+                message(60, 60),
+                message(70, 58, 59),
+                message(70, 59, 60, 61, 62),
+                message(70, 62),
+            ]
+
+        def __enter__(self) -> "Lagging":
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing is open."""
+
+        def receive(self) -> dict[str, Any]:
+            if not self._messages:
+                raise ConnectionError("the member has ended")
+            return self._messages.pop(0)
+
+    monkeypatch.setattr(etcd_module, "EtcdStream", Lagging)
+    store = EtcdStore(f"127.0.0.1:{free_port()}")
+    watcher = Watcher(store, "/a", 60)
+    found = watcher.events(3)
+    wait_until(lambda: len(opened) > 1)
+    watcher.end()
+    store.close()
+    assert [it.kv.mod_revision for it in found] == [60, 61, 62] and watcher.silent()
+    assert set(opened) == {"60", "63"}
 
 
 def test_a_watch_that_connects_again_lists_a_store_that_is_not_as_known(

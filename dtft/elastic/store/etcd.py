@@ -606,11 +606,14 @@ class EtcdStore:
                 if resync is not None:
                     yield resync, resync.revision + 1
                     return
-                events = [
+                sent = [
                     event_value(event, self._below)
                     for event in result.get("events", [])
                 ]
-                position = next_position(position, result, events)
+                # A member that lags behind `position` sends earlier events, too (etcd
+                # issue 20221).
+                events = [it for it in sent if it.kv.mod_revision >= position]
+                position = max(position, next_position(position, result, sent))
                 yield events, position
 
     def _stream(
