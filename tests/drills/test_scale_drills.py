@@ -1,4 +1,4 @@
-"""Jobs that grow and shrink while they train."""
+"""Jobs that grow and shrink while they train; `make test` runs the first drill."""
 
 import contextlib
 import json
@@ -26,7 +26,8 @@ from tests.support.harness import (
     launched,
 )
 
-pytestmark = [pytest.mark.drill, pytest.mark.drill_all, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(400)]
+every = pytest.mark.drill_all
 LONG = ("--stop.steps", "600")
 """Time to compile for another size while the job trains: 2 to 5 s here."""
 TWICE = ("--stop.steps", "1200")
@@ -52,6 +53,7 @@ def test_a_job_grows_from_its_peers_memory(tmp_path, control):
     assert (asked["reply"]["before"], asked["reply"]["replicas"]) == (2, 3)
 
 
+@every
 def test_a_job_shrinks_and_grows_again(tmp_path, control):
     record = drill(
         *(tmp_path, *DIGITS, *TWICE, *control("digits-twice")),
@@ -64,6 +66,7 @@ def test_a_job_shrinks_and_grows_again(tmp_path, control):
     assert record["bytes_from_storage"] == 0
 
 
+@every
 def test_a_job_grows_and_shrinks(tmp_path, control):
     record = drill(
         *(tmp_path, *TWO, *TWICE, *control("digits-2-twice"), "--spares", "1"),
@@ -72,6 +75,7 @@ def test_a_job_grows_and_shrinks(tmp_path, control):
     assert sizes(record) == [[2, 3], [3, 1]] and record["bytes_from_storage"] == 0
 
 
+@every
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_without_a_spare_the_job_goes_on_with_fewer_replicas(tmp_path, control, slot):
     record = drill(
@@ -82,6 +86,7 @@ def test_without_a_spare_the_job_goes_on_with_fewer_replicas(tmp_path, control, 
     assert "2 hosts train instead of 3" in record["output"]
 
 
+@every
 def test_it_grows_back_when_the_host_returns(tmp_path, control):
     record = drill(
         *(tmp_path, *DIGITS, *control("digits-min-400"), "--min-replicas", "2"),
@@ -90,6 +95,7 @@ def test_it_grows_back_when_the_host_returns(tmp_path, control):
     assert sizes(record) == [[3, 2], [2, 3]] and record["bytes_from_storage"] == 0
 
 
+@every
 def test_replica_groups_of_two_hosts(tmp_path, control):
     record = drill(
         *(tmp_path, *HYBRID, *control("hybrid-48"), "--spares", "2"),
@@ -99,6 +105,7 @@ def test_replica_groups_of_two_hosts(tmp_path, control):
     assert sizes(record) == [[4, 6], [6, 2]] and record["bytes_from_storage"] == 0
 
 
+@every
 def test_replica_groups_of_two_stages(tmp_path, control):
     record = drill(
         *(tmp_path, *STAGES, *control("stages-600"), "--stop.steps", "600"),
@@ -110,6 +117,7 @@ def test_replica_groups_of_two_stages(tmp_path, control):
     assert is_rung(grown, 2) and sum(grown["senders"].values()) > 400_000
 
 
+@every
 def test_a_group_that_lost_a_host_is_dissolved(tmp_path, control):
     record = drill(
         *(tmp_path, *HYBRID, *control("hybrid-min"), "--min-replicas", "1"),
@@ -120,6 +128,7 @@ def test_a_group_that_lost_a_host_is_dissolved(tmp_path, control):
     assert recovery["bytes_from_storage"] == 0
 
 
+@every
 def test_a_host_lost_while_the_job_grows(tmp_path, control):
     record = drill(
         *(tmp_path, *TWO, *LONG, *control("digits-2-long"), "--spares", "1"),
@@ -130,6 +139,7 @@ def test_a_host_lost_while_the_job_grows(tmp_path, control):
     assert record["bytes_from_storage"] == 0
 
 
+@every
 def test_the_leader_lost_while_the_job_grows(tmp_path, control):
     record = drill(
         *(tmp_path, *TWO, *LONG, *control("digits-2-long"), "--spares", "2"),
@@ -145,6 +155,7 @@ def replanned(record: dict[str, Any]) -> list[str]:
     return re.findall(r"plan \S+ \((.*?); was .*?\): ", record["output"])
 
 
+@every
 def test_a_files_plan_has_fewer_replicas_and_more_again(tmp_path, control):
     plan = str(tmp_path / "plan.json")
     made = ("plan", "digits_cnn", "--cluster", "3x1xcpu", "--pin", "replica=3")
@@ -161,6 +172,7 @@ def test_a_files_plan_has_fewer_replicas_and_more_again(tmp_path, control):
     ]
 
 
+@every
 def test_the_command_on_a_live_job(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with launched(run, "--spares", "1") as job:
@@ -184,6 +196,7 @@ def test_the_command_on_a_live_job(tmp_path: Path) -> None:
     assert not [e for e in read_events(run) if e.get("bytes_from_storage")]
 
 
+@every
 def test_a_drained_host_leaves_and_costs_no_step(tmp_path, control):
     record = drill(
         *(tmp_path, *DIGITS, *control("digits"), "--spares", "1"),
@@ -220,6 +233,7 @@ def wait_for(run: Path, kind: str, number: int = 1) -> list[dict[str, Any]]:
         time.sleep(0.1)
 
 
+@every
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_signal_to_an_agent_hands_its_slot_over(tmp_path, leads):
     run = tmp_path / "run"
@@ -240,6 +254,7 @@ def test_a_signal_to_an_agent_hands_its_slot_over(tmp_path, leads):
     assert f"{host} left job" in job.output
 
 
+@every
 @pytest.mark.parametrize("hot_swap", ["True", "False"])
 def test_the_command_takes_a_spare_out_of_a_live_job(tmp_path, hot_swap):
     run = tmp_path / "run"
