@@ -126,15 +126,19 @@ def test_a_watch_leaves_a_stopped_member_though_nothing_else_is_called(
     watcher = Watcher(store, "quiet/", store.list("quiet/")[1] + 1)
     other = EtcdStore(cluster.address())
     with contextlib.closing(other):
-        until(lambda: _hears(other, watcher, "quiet/a"))
+        heard: list[StoreEvent] = []
+        until(lambda: _puts(other, "quiet/a"))
+        heard += watcher.events(1)
         in_use(cluster, store).stop()
         time.sleep(0.1)
         until(lambda: _puts(other, "quiet/b"))
         begun = time.monotonic()
-        heard: list[str] = []
-        while "quiet/b" not in heard:  # "quiet/a" too, if its put was repeated
-            heard += [event.kv.key for event in watcher.events(1)]
-        assert set(heard) <= {"quiet/a", "quiet/b"}
+        while heard[-1].kv.key != "quiet/b":
+            heard += watcher.events(1)
+        # A put of "quiet/a" that was late is applied twice. No event comes twice.
+        assert [event.kv.key for event in heard[:-1]] == ["quiet/a"] * (len(heard) - 1)
+        revisions = [event.kv.mod_revision for event in heard]
+        assert revisions == sorted(set(revisions))
         assert time.monotonic() - begun < etcd_module._ASK_S + DEADLINE_S + SLACK_S
     watcher.end()
 
@@ -144,10 +148,6 @@ def _puts(store: EtcdStore, key: str) -> bool:
         store.put(key, b"")
         return True
     return False
-
-
-def _hears(store: EtcdStore, watcher: Watcher, key: str) -> bool:
-    return _puts(store, key) and bool(watcher.events(1))
 
 
 def test_a_transaction_is_not_sent_to_a_second_member(
@@ -251,9 +251,8 @@ def test_a_member_that_restarts_has_forgotten_the_token(
         assert pair is not None and pair.value == b"3"
 
 
-def test_calls_go_on_while_users_are_added(
-    cluster: TlsEtcdCluster, store: EtcdStore
-) -> None:
+def test_calls_go_on_while_users_are_added(cluster: TlsEtcdCluster) -> None:
+    store = EtcdStore(cluster.address(), 20.0)  # a busy machine may be late
     refused: list[StoreUnavailable] = []
     ended = threading.Event()
 
@@ -261,9 +260,8 @@ def test_calls_go_on_while_users_are_added(
         while not ended.is_set():
             try:
                 store.put("users", b"")
-            except StoreUnavailable as error:  # not that a busy machine was late
-                if "token" in str(error) or "auth" in str(error):
-                    refused.append(error)
+            except StoreUnavailable as error:
+                refused.append(error)
 
     putters = [threading.Thread(target=put) for _ in range(4)]
     for thread in putters:
@@ -274,7 +272,8 @@ def test_calls_go_on_while_users_are_added(
     finally:
         ended.set()
         for thread in putters:
-            thread.join(10)
+            thread.join(30)
+        store.close()
     assert not refused
 
 

@@ -556,7 +556,7 @@ def test_silent_store() -> None:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         store = EtcdStore(address, timeout_s=0.2)
         with pytest.raises(
-            StoreUnavailable, match=r"keepalive 7: no answer within 0\."
+            StoreUnavailable, match=r"keepalive 7: no answer within 0\.(2|1\d) s"
         ):
             store.keepalive(7)
         store.close()
@@ -575,7 +575,7 @@ def test_a_reply_in_drops_ends_at_the_deadline() -> None:
         threading.Thread(target=drip, daemon=True).start()
         store = EtcdStore(f"127.0.0.1:{listener.getsockname()[1]}", timeout_s=0.5)
         begun = time.monotonic()
-        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.\d+ s"):
+        with pytest.raises(StoreUnavailable, match=r"no answer within 0\.(5|4\d) s"):
             store.get("a")
         assert time.monotonic() - begun < 10  # all would take 18 s
         store.close()

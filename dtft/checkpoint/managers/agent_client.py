@@ -702,7 +702,7 @@ class AttachedMemory(AgentCheckpointManager):
         """Closes the link to the agent, and unmaps the memory that is shared with it.
 
         Without the message of `leave` before, the agent reports that this process has
-        gone, and the job's other processes do not wait for it.
+        gone, if it had its slot already. Then the job's other processes do not wait.
         """
         self._attached.link.close()
         self._dialogue.close()

@@ -434,15 +434,7 @@ class JobSteps:
 
     def _in_storage(self) -> tuple[int, ...]:
         """Lists the stored steps; on failure, returns the last successful listing."""
-        try:
-            self._listed = self._stored.steps()
-        except OSError as error:
-            logger.warning(
-                "the steps in storage (%s) cannot be listed: %s; the last successful "
-                "listing is used",
-                self._stored.directory,
-                error,
-            )
+        self._listed = self._stored.steps_or(self._listed)
         return self._listed
 
     def newest(self) -> int | None:

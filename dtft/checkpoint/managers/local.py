@@ -102,15 +102,7 @@ class Storing:
 
     def reload(self) -> None:
         """Lists the directory again; on failure, keeps the last listing."""
-        try:
-            self._steps = set(self.stored.steps())
-        except OSError as error:
-            logger.warning(
-                "the steps in storage (%s) cannot be listed: %s; the last successful "
-                "listing is used",
-                self.stored.directory,
-                error,
-            )
+        self._steps = set(self.stored.steps_or(tuple(self._steps)))
 
     def committed(self, version: Version, *, at_once: bool) -> None:
         """Queues a step for storage if the step is due, or if `at_once` is True.

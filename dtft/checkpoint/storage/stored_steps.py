@@ -8,6 +8,7 @@ reads the values of all steps.
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -110,6 +111,9 @@ def former_record(step: epath.Path, value: Any) -> tuple[Record, dict[str, str]]
 _NUMBERS: Mapping[Kind, Any] = {"bool": False, "int": 0, "float": 0.0}
 
 
+logger = logging.getLogger(__name__)
+
+
 class CheckpointUnreadable(RuntimeError):
     """A step exists in a storage directory, but cannot be read or is corrupt."""
 
@@ -128,6 +132,22 @@ class StoredSteps:
             OSError: the directory exists but cannot be listed.
         """
         return storage_steps(self.directory)
+
+    def steps_or(self, last: tuple[int, ...]) -> tuple[int, ...]:
+        """Lists the complete steps; returns `last` if they cannot be listed.
+
+        The failure is logged. `last` is the last successful listing.
+        """
+        try:
+            return self.steps()
+        except OSError as error:
+            logger.warning(
+                "the steps in storage (%s) cannot be listed: %s; the last successful "
+                "listing is used",
+                self.directory,
+                error,
+            )
+        return last
 
     def record(self, step: int) -> tuple[Record, dict[str, str]] | None:
         """Reads a step's record (description) and the fingerprints of its leaves.
