@@ -34,7 +34,7 @@ def accumulated(
     another. Loss, aux and gradients are weighted means over the parts. A part of weight
     0 does not count, also if its loss or gradients are NaN. If all weights are 0, the
     means are NaN. If there are several parts, and aux has an array that is not
-    floating-point, the returned function raises ValueError.
+    floating-point or has rows of the batch, the returned function raises ValueError.
 
     Args:
         loss: function `(params, batch) -> (loss, aux)`, which is differentiated with
@@ -73,6 +73,7 @@ def accumulated(
         first = jax.tree.map(lambda leaf: leaf[0], parts)
         like = jax.eval_shape(gradient, params, first)
         _refuse_counts(like[0][1])
+        _refuse_rows(like[0][1], lambda: jax.eval_shape(loss, params, batch)[1])
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
         begin = (*zeros[0], pin(zeros[1]))
         (value, aux, gradients), _ = lax.scan(add, begin, (parts, weights))
@@ -179,4 +180,29 @@ def _refuse_counts(aux: Any) -> None:
                 f"microbatches: the loss returns {path!r} of dtype {leaf.dtype} beside "
                 "its value. Allowed: floating-point means over the batch, which can "
                 "be averaged over its parts. Return a mean, or nothing."
+            )
+
+
+def _refuse_rows(of_part: Any, of_batch: Callable[[], Any]) -> None:
+    """Refuses auxiliary arrays with rows of the batch, which have no mean over parts.
+
+    Args:
+        of_part: shapes of the auxiliary arrays of one part.
+        of_batch: function that returns their shapes for the whole batch. It is called
+            only if an array of a part has dims.
+
+    Raises:
+        ValueError: an array of the batch has another shape than that of a part; the
+            message names its path.
+    """
+    found = to_paths(of_part)
+    if not any(leaf.shape for leaf in found.values()):
+        return
+    for path, leaf in to_paths(of_batch()).items():
+        if leaf.shape != found[path].shape:
+            raise ValueError(
+                f"microbatches: the loss returns {path!r} of shape {leaf.shape} beside "
+                f"its value, and {found[path].shape} for a part of the batch. Allowed: "
+                "means over the batch, which can be averaged over its parts. Return a "
+                "mean, or plan with microbatches=1."
             )

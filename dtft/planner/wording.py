@@ -163,10 +163,12 @@ def change(value: float, reference: float, error: float = 0.0) -> str:
 def layered(path: str) -> str:
     """Replaces each part of a path that is a number, such as a layer's number, by `*`.
 
-    >>> layered("blocks/11/up/kernel")
-    'blocks/*/up/kernel'
+    A `%2F`, which stands for a "/" in a key, becomes "/".
+
+    >>> layered("blocks/11/up/kernel"), layered("params/mlp%2Flinear_0/w")
+    ('blocks/*/up/kernel', 'params/mlp/linear_0/w')
     """
-    return re.sub(r"(?<![^/])\d+(?![^/])", "*", path)
+    return re.sub(r"(?<![^/])\d+(?![^/])", "*", path).replace("%2F", "/")
 
 
 def axes(names: Iterable[str]) -> str:

@@ -415,7 +415,7 @@ class Workload:
     @cached_property
     def num_examples(self) -> int:
         """The number of examples in a step: the rows (size of the first dim) of a batch
-        leaf; 0 if no batch leaf has more than one row.
+        leaf; 0 if no batch leaf has rows.
 
         If batch leaves differ in their rows, the examples are those of the leaf whose
         first dim the most operations of matmuls and other products have (without
@@ -426,19 +426,20 @@ class Workload:
         """
         graph = self.program
         values = [graph.values[graph.inputs[path]] for path in self.paths("batch")]
-        values = [value for value in values if value.shape and value.shape[0] > 1]
-        numbers = {value.shape[0] for value in values}
+        values = [value for value in values if value.shape]
+        several = [value for value in values if value.shape[0] > 1]
+        numbers = {value.shape[0] for value in several or values}
         if len(numbers) < 2:
             return max(numbers, default=0)
         work = _flops_by_dim(graph)
 
         def rank(value: Value) -> tuple[bool, float, int]:
             rows, dim = value.shape[0], value.dims[0]
-            others = (one.dims[1:2] for one in values if one.shape[0] != rows)
+            others = (one.dims[1:2] for one in several if one.shape[0] != rows)
             return (dim,) not in others, work[dim], rows
 
-        dim = max(values, key=rank).dims[0]
-        return min(value.shape[0] for value in values if value.dims[0] == dim)
+        dim = max(several, key=rank).dims[0]
+        return min(value.shape[0] for value in several if value.dims[0] == dim)
 
     @cached_property
     def _of_examples(self) -> tuple[str, ...]:
@@ -451,13 +452,46 @@ class Workload:
         )
 
     @property
-    def is_batch_alike(self) -> bool:
-        """Whether all batch leaves with dims have equally many rows.
+    def constant_bytes(self) -> int:
+        """Bytes of the arrays that the step or loss closes over.
 
-        Microbatches require this.
+        XLA keeps such an array whole on every device, as a constant of the program.
         """
-        values = (self.graph.values[self.graph.inputs[p]] for p in self.paths("batch"))
-        return len({value.shape[0] for value in values if value.shape}) < 2
+        values = self.graph.values
+        return sum(values[index].num_bytes for index in self.graph.constants)
+
+    @cached_property
+    def needs_whole_batch(self) -> str:
+        """Why the batch cannot be computed in parts (microbatches); '' if it can.
+
+        Each part has rows of all arrays, and the step returns the mean of what the loss
+        returns for the parts. So all batch leaves with dims must have equally many
+        rows, and auxiliary values must be means: no integers, and no rows of examples.
+        """
+        graph = self.program
+        values = {
+            path: graph.values[graph.inputs[path]] for path in self.paths("batch")
+        }
+        rows = {path: value.shape[0] for path, value in values.items() if value.shape}
+        if len(set(rows.values())) > 1:
+            return "arrays of the batch have unlike numbers of rows"
+        examples = {values[path].dims[0] for path in self._of_examples}
+        for path, index in graph.outputs.items() if self.entry == "loss" else ():
+            number, _, name = path.partition("/")
+            value = graph.values[index]
+            if number != "1":
+                continue
+            if not value.dtype.startswith(("float", "bfloat")):
+                return (
+                    f"the loss returns {_aux(name)} of dtype {value.dtype}, and parts "
+                    "of a batch have no mean of it"
+                )
+            if not examples.isdisjoint(value.dims):
+                return (
+                    f"the loss returns {_aux(name)} with rows of examples, of which "
+                    "each part of a batch has its own"
+                )
+        return ""
 
     @cached_property
     def passes(self) -> Mapping[str, int]:
@@ -557,6 +591,10 @@ class Workload:
         The leaves are in the order of the arguments.
         """
         return tuple(path for path, found in self.roles.items() if found == role)
+
+
+def _aux(name: str) -> str:
+    return f"the auxiliary value {name!r}" if name else "an auxiliary value"
 
 
 def _flops_by_dim(graph: Graph) -> Mapping[int, float]:

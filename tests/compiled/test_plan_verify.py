@@ -20,6 +20,7 @@ from dtft.parallel.planning.verify import (
 )
 from dtft.planner import wording
 from dtft.planner.aot.check import Compiled, CompileFailure, Memory, gate
+from dtft.planner.aot.gpu_targets import is_gpu_compiler_installed
 from dtft.planner.cluster.topology import Cluster
 from dtft.planner.plan import Collective
 from dtft.planner.search.decision import Decision, decide, next_best
@@ -169,6 +170,28 @@ def test_plans_are_compiled_for_devices_that_do_not_exist(decision: Decision) ->
     assert isinstance(one.compiled, Compiled), one.compiled
     assert one.compiled.target == "cpu" and one.verdict.fits
     assert first_fitting((one,)).decision.plan == decision.plan
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("cluster", ["2xcpu", "2xh100"])
+def test_what_a_loss_closes_over_is_counted_as_it_is_compiled(cluster: str) -> None:
+    if cluster == "2xh100" and not is_gpu_compiler_installed():
+        pytest.skip("XLA's GPU compiler is not installed (extra aot)")
+    table = np.random.default_rng(0).standard_normal((64, 2**14)).astype(np.float32)
+
+    def loss(params: dict[str, jax.Array], batch: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.square(batch @ params["w"] @ table))
+
+    asked = {**ASKED, "loss": loss}
+    decision = decide(of_loss(**asked), Cluster.parse(cluster))
+    assert decision.plan.memory["constants"] == table.nbytes
+    (one,) = verified(decision, asked, num=1, deadline_s=150.0)
+    assert isinstance(one.compiled, Compiled), one.compiled
+    # For a GPU, XLA keeps a second, transposed one for the backward pass.
+    copies = 2 if cluster == "2xh100" else 1
+    found = one.compiled.memory.constants
+    assert copies * table.nbytes <= found <= 1.01 * copies * table.nbytes
+    assert one.needed_bytes is not None and one.needed_bytes > table.nbytes
 
 
 @pytest.mark.timeout(180)

@@ -30,6 +30,7 @@ from dtft.parallel.planning.planned_step import PlannedStep, jit_plan
 from dtft.parallel.planning.trial import try_plans
 from dtft.parallel.planning.verify import first_fitting, verified
 from dtft.planner import wording
+from dtft.planner.arguments import check_flag
 from dtft.planner.cluster import Cluster
 from dtft.planner.cost import Calibration, apply_calibration
 from dtft.planner.plan import Plan
@@ -312,6 +313,7 @@ def plan(
             message gives the missing bytes and the changes that would make a plan fit.
     """
     _check_knobs(pins, trial, verify)
+    check_flag("what_if", what_if)
     given = {
         "step": step, "state": state, "loss": loss, "optimizer": optimizer,
         "params": params, "batch": batch,
@@ -333,11 +335,13 @@ def plan(
 
 def _check_knobs(pins: Mapping[str, Any], trial: Any, verify: Any) -> None:
     if unknown := [name for name in pins if name not in PINS]:
+        hint = did_you_mean(unknown[0])
+        if unknown[0] in ("mesh", "axes"):
+            hint = " Sizes of axes are given by name, such as tensor=8."
         raise ValueError(
-            f"{unknown[0]}= is neither an argument nor a knob."
-            f"{did_you_mean(unknown[0])} Knobs: {', '.join(PINS)}; arguments: step, "
-            "state, batch, or loss, optimizer, params, batch; and cluster, "
-            "calibration, what_if, trial, verify."
+            f"{unknown[0]}= is neither an argument nor a knob.{hint} Knobs: "
+            f"{', '.join(PINS)}; arguments: step, state, batch, or loss, optimizer, "
+            "params, batch; and cluster, calibration, what_if, trial, verify."
         )
     for name, number in (("trial", trial), ("verify", verify)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
@@ -409,7 +413,8 @@ _TRACED = {
     "step": "This was raised while dtft.plan traced step(state, batch).",
     "loss": "This was raised while dtft.plan traced loss(params, batch), its gradient "
     "and optimizer.update(gradients, optimizer_state, params). A loss must not change "
-    "what it closes over: with NNX, nnx.merge(graphdef, params, rest, copy=True).",
+    "what it closes over: with NNX, nnx.merge(graphdef, params, rest, copy=True). An "
+    "optimizer whose update needs more, such as optax.lbfgs, is planned by step=.",
 }
 """Map from an entry point (`step`, `loss`) to a note that `_workload` adds to errors
 raised while the user's function is traced."""

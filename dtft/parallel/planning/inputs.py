@@ -105,9 +105,12 @@ def check_optimizer(value: Any) -> None:
         ValueError: the value has another type, such as an optimizer of Flax.
     """
     if not isinstance(value, optax.GradientTransformation):
+        hint = ""
+        if hasattr(value, "gradient_transformation"):  # optax.MultiSteps
+            hint = " Give its .gradient_transformation()."
         raise ValueError(
             f"optimizer={value!r:.80} is no optax transformation. Allowed: such as "
-            "optax.adamw(1e-3), called, and not wrapped for Flax (its tx)."
+            f"optax.adamw(1e-3), called, and not wrapped for Flax (its tx).{hint}"
         )
 
 

@@ -24,19 +24,22 @@ class Memory:
     """Bytes of activations, gradients and buffers that live only within the step."""
     aliased: int
     """Bytes of outputs that reuse the buffers of donated arguments."""
+    constants: int = 0
+    """Bytes of arrays that the program contains, such as those that the step closes
+    over."""
 
     @property
     def total(self) -> int:
         """Bytes that the step needs while it runs."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries
+        return self.floor + self.temporaries
 
     @property
     def floor(self) -> int:
-        """Bytes of arguments and of outputs that are not aliased.
+        """Bytes of arguments, of outputs that are not aliased, and of constants.
 
         A step needs at least these bytes on every backend.
         """
-        return self.arguments + self.outputs - self.aliased
+        return self.arguments + self.outputs - self.aliased + self.constants
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe, connection
 from multiprocessing.connection import Connection
@@ -82,21 +81,25 @@ def assigned(text: str) -> dict[str, int]:
     """Reads the bytes of one device from the text of XLA's buffer assignment.
 
     An allocation marked `parameter` counts as arguments, `maybe-live-out` as outputs,
-    and one with both marks also as aliased. `preallocated-temp` counts as temporaries.
+    and one with both marks also as aliased. `preallocated-temp` counts as temporaries,
+    and `constant` as constants.
 
     >>> assigned("allocation 0: size 8, parameter 0, shape |f32[2]|, maybe-live-out:\\n"
     ...          "allocation 1: size 4, parameter 1, shape |f32[]|:\\n"
-    ...          "allocation 2: size 64, preallocated-temp:")
-    {'arguments': 12, 'outputs': 8, 'temporaries': 64, 'aliased': 8}
+    ...          "allocation 2: size 16, constant:\\n"
+    ...          "allocation 3: size 64, preallocated-temp:")
+    {'arguments': 12, 'outputs': 8, 'temporaries': 64, 'aliased': 8, 'constants': 16}
     """
-    found: Counter[str] = Counter(arguments=0, outputs=0, temporaries=0, aliased=0)
+    names = ("arguments", "outputs", "temporaries", "aliased", "constants")
+    found: dict[str, int] = dict.fromkeys(names, 0)
     for size, kind in _ALLOCATION.findall(text):
         is_argument, is_output = ", parameter " in kind, "maybe-live-out" in kind
         found["arguments"] += int(size) * is_argument
         found["outputs"] += int(size) * is_output
         found["aliased"] += int(size) * (is_argument and is_output)
         found["temporaries"] += int(size) * ("preallocated-temp" in kind)
-    return dict(found)
+        found["constants"] += int(size) * (", constant" in kind)
+    return found
 
 
 def _compile_and_end(
@@ -162,7 +165,7 @@ class CompileResult(TypedDict):
 
     collectives: tuple[CompiledCollective, ...]
     memory: dict[str, int]
-    """Bytes of one device: arguments, outputs, temporaries, aliased."""
+    """Bytes of one device: arguments, outputs, temporaries, aliased, constants."""
     seconds: float
 
 

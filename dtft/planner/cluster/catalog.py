@@ -841,8 +841,9 @@ def unknown(
 ) -> NoReturn:
     """Raises a ValueError that says that a name is not in the catalog.
 
-    The message lists the known names, and suggests the most similar of the names `near`
-    if there is one. For a word such as `tpu`, it suggests all devices that it stands
+    The message lists the known names, and suggests one of the names `near`: the longest
+    that begins the unknown name, else those that end with it, else the most similar
+    one. For a word such as `tpu`, it suggests all devices that it stands
     for. If the unknown name tells its platform, such as `cuda`, names of
     another platform are not suggested.
 
@@ -854,8 +855,11 @@ def unknown(
     """
     plain, platform = canonical_name(name), _platform(name)
     fitting = [n for n in near if platform is None or _platform(n) in (platform, None)]
+    within = sorted((n for n in fitting if plain.startswith(f"{n}-")), key=len)[-1:]
+    around = [n for n in fitting if n.endswith(f"-{plain}")]
     close = difflib.get_close_matches(plain, fitting, n=1, cutoff=0.5)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
+    meant = " or ".join(map(repr, within or around or close))
+    hint = f" Did you mean {meant}?" if meant else ""
     if plain in _FAMILIES:
         members = sorted(n for n in known if _platform(n) in _FAMILIES[plain])
         hint = f" It is a family of devices. Name one: {', '.join(members)}."

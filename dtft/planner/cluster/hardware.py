@@ -163,8 +163,9 @@ class Efficiency:
         least = (self.x0, self.c0, self.launch_s, self.dispatch_s, self.cache_bytes)
         least += (self.simple_s, self.special_s, self.strided_s)
         least += (self.window_s, self.window_back_s)
-        fine = fine and min(least) >= 0
-        fine = fine and min(self.overlap_kappa, self.cache_gain, self.odd) >= 1
+        fine = fine and all(0 <= one for one in least)
+        most = (self.overlap_kappa, self.cache_gain, self.odd)
+        fine = fine and all(1 <= one for one in most)
         if not (fine and 0 <= self.overlap_fraction <= 1):
             raise ValueError(
                 f"{self}: no device is so. Allowed: e0, mma_sync, memory, fuse and "
@@ -226,7 +227,7 @@ class DeviceType:
             )
         figures = (self.memory_bytes, self.memory_bandwidth, self.cores)
         figures += (*self.tile, self.alignment_bytes, *self.peak_flops.values())
-        if not self.peak_flops or any(figure <= 0 for figure in figures):
+        if not self.peak_flops or not all(figure > 0 for figure in figures):
             raise ValueError(
                 f"device {self.name!r}: peak_flops={dict(self.peak_flops)}, "
                 f"memory_bytes={self.memory_bytes}, memory_bandwidth="
@@ -474,7 +475,7 @@ class Link:
             )
         if not all(self.measured.values()):
             raise ValueError("measured has a collective without a curve. Leave it out.")
-        if any(seconds < 0 for seconds in self.meeting.values()):
+        if not all(seconds >= 0 for seconds in self.meeting.values()):
             raise ValueError(
                 f"meeting={dict(self.meeting)} of a {self.kind} link. Allowed: 0 "
                 "seconds or more of each number of devices."

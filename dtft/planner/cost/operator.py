@@ -203,7 +203,7 @@ def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
     The left operand is copied into the layout that the operator needs; 0 s if it needs
     no copy.
     """
-    if not work.operator.strided:
+    if not work.operator.strided or not work.reads[0].total:
         return 0.0
     part = work.reads[0].at(sizes) / work.reads[0].total
     return work.operator.strided * part * device.efficiency.strided_s

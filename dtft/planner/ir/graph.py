@@ -194,6 +194,9 @@ class Graph:
     the index of its value."""
     outputs: Mapping[str, int]
     """Map from the path of each result's leaf to the index of its value."""
+    constants: tuple[int, ...] = ()
+    """Arrays that the traced function closes over and the program needs, as indices
+    into `values`."""
     barred: frozenset[int] = frozenset()
     """Values that the backward pass of a rematerialized part reads through an
     optimization barrier: saved values and cotangents. XLA fuses no operators across the

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 from dtft.planner.ir.flops import ATTENTION
@@ -145,7 +147,8 @@ def rematerialized(
     The program must not be differentiated yet.
 
     Results and gradients change at most by rounding. Parts that the user's program
-    already wraps in `jax.checkpoint`, and operators with effects, are not changed.
+    already wraps in `jax.checkpoint`, operators with effects, and blocks with complex
+    numbers, which `jax.checkpoint` cannot keep (JAX 0.10), are not changed.
 
     Args:
         program: a traced loss.
@@ -220,7 +223,7 @@ def _changed(eqn: JaxprEqn, role: str, asked: _Blocks, *, wrap_last: bool) -> Ja
 
 def _loop_body(jaxpr: Jaxpr, policy: Policy) -> Jaxpr:
     wrapped_by_user = any(eqn.primitive.name in REMAT for eqn in jaxpr.eqns)
-    if wrapped_by_user or jaxpr.effects:
+    if wrapped_by_user or jaxpr.effects or _has_complex(jaxpr.eqns):
         return jaxpr
     inputs = [*jaxpr.constvars, *jaxpr.invars]
     inner = jaxpr.replace(constvars=[], invars=inputs)
@@ -283,12 +286,23 @@ def _block(
         if is_var(atom) and atom not in known
     )
     results = [var for var in written if last_use.get(var, -1) >= end]
-    if not results:
+    if not results or _has_complex(eqns):
         return list(eqns)
     inner = jaxpr.replace(
         constvars=[], invars=list(read), outvars=results, eqns=list(eqns), effects=set()
     )
     return [_remat_equation(inner, results, policy, prevent_cse=True)]
+
+
+def _has_complex(eqns: Sequence[JaxprEqn]) -> bool:
+    """Returns whether an equation, or one that it calls, has complex arrays."""
+    return any(
+        jnp.issubdtype(aval.dtype, jnp.complexfloating)
+        for eqn in eqns
+        for one in (eqn, *(o for body in bodies(eqn) for o in operators(body)))
+        for aval in (atom.aval for atom in (*one.invars, *one.outvars))
+        if isinstance(aval, ShapedArray)
+    )
 
 
 def _remat_equation(

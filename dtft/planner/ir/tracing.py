@@ -83,6 +83,8 @@ class Drafts:
         """Values that count as needed even if no result of the program depends on them:
         operands and results of operators with side effects, the condition of a loop or
         branch, and arrays that enter or leave a shard_map."""
+        self.constants: list[int] = []
+        """Arrays that the traced function closes over."""
         self.barred: set[int] = set()
         """Values that the backward pass reads through an optimization barrier
         (`Graph.barred`)."""
@@ -156,7 +158,8 @@ class Drafts:
         """Marks the operators whose results nothing needs (`Operator.unread`).
 
         XLA removes these operators. Differentiation leaves such operators behind, for
-        example the constants of a `jnp.where` whose gradient is zero.
+        example the constants of a `jnp.where` whose gradient is zero. Constants that
+        nothing needs are left out of `constants`.
 
         Args:
             results: the values that the program returns.
@@ -175,6 +178,7 @@ class Drafts:
                 needed.update(outer for outer, inner in loop.sliced if inner in needed)
         for step in self.steps:
             step.unread = bool(step.outputs) and needed.isdisjoint(step.outputs)
+        self.constants = [index for index in self.constants if index in needed]
 
     def bytes_since(self, start: int) -> int:
         """Returns the bytes that the operators from number `start` on read and write.
@@ -381,7 +385,9 @@ class Walk:
             frame: the loops and calls around the body, with the executions of its
                 operators.
         """
-        known: dict[Any, Known] = {v: self.found.value(v.aval) for v in jaxpr.constvars}
+        constants = [self.found.value(var.aval) for var in jaxpr.constvars]
+        self.found.constants += constants
+        known: dict[Any, Known] = dict(zip(jaxpr.constvars, constants, strict=True))
         known.update(zip(jaxpr.invars, operands, strict=True))
         for eqn in jaxpr.eqns:
             read = [a if isinstance(a, Literal) else known[a] for a in eqn.invars]
@@ -716,6 +722,7 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
         loops=tuple(loop for loop in found.loops if isinstance(loop, CountedLoop)),
         inputs=inputs,
         outputs=outputs,
+        constants=tuple(found.constants),
         barred=frozenset(found.barred),
         unknown=dict(unknown),
     )

@@ -29,7 +29,15 @@ from dtft.planner.ir import (
 )
 from dtft.planner.plan import Plan
 from dtft.planner.report.text import little
-from dtft.planner.search import Decision, arrays_of, attention_scores, best_of, group_s
+from dtft.planner.search import (
+    Decision,
+    arrays_of,
+    attention_scores,
+    best_of,
+    group_s,
+    without_idle,
+    without_scores,
+)
 from dtft.planner.spmd import MICRO, OperatorWork
 from dtft.planner.types import Spec
 from dtft.planner.wording import layered, percent, seconds, share, size
@@ -79,8 +87,9 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
     The batch sizes are the multiples of the device count next below and next above the
     workload's batch. Compute seconds are scaled with the batch; all other terms stay
     the same. A batch size that no mesh divides with the settings that the user has
-    fixed is left out. Returns () if the batch is a multiple of the device count, or the
-    device count is a multiple of the batch.
+    fixed is left out. So is one for which every plan repeats work on some devices.
+    Returns () if the batch is a multiple of the device count, or the device count is a
+    multiple of the batch.
     """
     asked, there = decision.question.batch_size, decision.cluster.num_devices
     if math.gcd(asked, there) == min(asked, there):
@@ -108,18 +117,23 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
         batch: the other batch size, in the same units.
 
     Returns:
-        The batch and its plan; None if no mesh divides the batch with the user's pins.
+        The batch and its best plan in which no device repeats the work of others; None
+        if no mesh divides the batch with the user's pins, or if there is no such plan.
     """
     try:
-        found = best_of(
+        best = best_of(
             decision.question,
             decision.cluster,
             decision.pins,
             what_if=decision.what_if,
             batch=batch,
-        ).plan
+        )
     except ValueError:  # pins that need fewer devices
         return None
+    busy = without_idle(best) if best.idle and best.plan.fits else best
+    if busy is None:
+        return None
+    found = busy.plan
     more = found.prediction.terms["compute"] * (batch / asked - 1)
     examples = batch * _examples_each(decision.question)
     return Nearby(batch=examples, plan=found, step_s=found.prediction.step_s + more)
@@ -258,6 +272,7 @@ class Lint:
         "attention",
         "ragged",
         "precision",
+        "constants",
         "unpriced",
         "unsupported",
     ]
@@ -276,8 +291,8 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
 
     The order is: kernels that do not run on the devices, repeated work, batches,
     attention scores in memory, ragged matmuls that XLA multiplies out, dtypes without a
-    known peak, matmul sizes, indivisible dims, replicated arrays, and operators without
-    a cost rule.
+    known peak, matmul sizes, indivisible dims, replicated arrays, arrays that the
+    program closes over, and operators without a cost rule.
     """
     found = (
         *kernels(decision),
@@ -289,6 +304,7 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
         *products(decision),
         *indivisible(decision),
         *replicated(decision),
+        *constants(decision),
         *unpriced(decision),
     )
     return tuple(dict.fromkeys(found))
@@ -395,7 +411,8 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
     """Finds attention whose scores are arrays in memory, costliest first.
 
     Returns () for CPU, which has no kernel that keeps scores on the chip. Findings that
-    cost less than `LEAST` of a step are left out.
+    cost less than `LEAST` of a step are left out. The first finding has the seconds and
+    bytes that the best plan without any scores in memory saves.
     """
     question, device = decision.question, decision.cluster.uniform.device
     if device.platform == "cpu":
@@ -413,18 +430,50 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
             cost_s[found[dims]] += all_s / len(known)
     step_s = decision.plan.prediction.step_s
     error = decision.plan.prediction.relative_error
-    return tuple(
+    lints = [
         Lint(
             kind="attention",
             text=f"scores of {_times(shape)} in all are read and written in memory: "
-            f"up to {seconds(each_s, error)} of a step "
+            f"{seconds(each_s, error)} of a step "
             f"({share(each_s, step_s, error)}). A fused kernel keeps them on the chip, "
             f"such as {kernel}",
             cost_s=each_s,
         )
         for shape, each_s in sorted(cost_s.items(), key=lambda item: -item[1])
         if each_s >= LEAST * step_s
+    ]
+    if lints:
+        lints[0] = _with_fused(lints[0], decision)
+    return tuple(lints)
+
+
+def _with_fused(lint: Lint, decision: Decision) -> Lint:
+    """Adds to a finding on attention what the best plan with fused attention saves.
+
+    Memory that scores do not take may allow a faster mesh, so the plan may save more
+    than the time of reading and writing scores. What a kernel saves further by skipping
+    scores that a mask hides is not counted. A plan that saves nothing is not mentioned.
+    """
+    plan = decision.plan
+    fused = best_of(
+        without_scores(decision.question),
+        decision.cluster,
+        decision.pins,
+        what_if=decision.what_if,
+    ).plan
+    saved_s = plan.prediction.step_s - fused.prediction.step_s
+    saved_bytes = plan.memory_bytes - fused.memory_bytes
+    if saved_s <= 0 or not fused.fits:
+        return lint
+    error = plan.prediction.relative_error
+    text = (
+        f"{lint.text}. The best plan with it ({wording.mesh(fused.mesh)}) takes about "
+        f"{seconds(saved_s, error)} less "
+        f"({share(saved_s, plan.prediction.step_s, error)})"
     )
+    if saved_bytes > 0:
+        text += f", and {size(saved_bytes)} less on a device"
+    return replace(lint, text=text, cost_s=saved_s, num_bytes=max(0, saved_bytes))
 
 
 # ----------------------------------------------------------------- ragged matmuls
@@ -708,6 +757,23 @@ def _spec(plan: Plan, path: str) -> Spec:
     tree, _, rest = path.partition("/")
     specs = plan.optimizer if tree == "optimizer" and plan.optimizer else plan.state
     return specs[rest]
+
+
+def constants(decision: Decision) -> tuple[Lint, ...]:
+    """Finds arrays that the step or loss closes over, if they take much memory.
+
+    They take much if they have at least `_LEAST_BYTES`, and `_SHARE` of a device.
+    """
+    question, plan = decision.question, decision.plan
+    num_bytes = question.constant_bytes
+    if num_bytes < max(_LEAST_BYTES, _SHARE * plan.capacity_bytes):
+        return ()
+    text = (
+        f"arrays that the {question.entry} closes over are constants of the program: "
+        f"{size(num_bytes)} whole on every device. Plan with step=, state=, batch= and "
+        "put them into the state, so that axes can divide them"
+    )
+    return (Lint(kind="constants", text=text, num_bytes=num_bytes),)
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:

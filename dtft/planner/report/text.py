@@ -55,6 +55,7 @@ MEMORY: Mapping[str, str] = {
     "optimizer": "its state, at rest",
     "activations": "the same moment: kept for the backward pass, gathered, worked on",
     "batch": "the arrays that are fed",
+    "constants": "arrays that the program closes over, whole on every device",
     "reserve": "kept free for what is not predicted",
     "needed": "",
     "capacity": "",

@@ -19,8 +19,20 @@ from typing import TYPE_CHECKING
 from dtft._lazy import attributes
 
 if TYPE_CHECKING:
-    from dtft.planner.search.compute_split import arrays_of, attention_scores, group_s
-    from dtft.planner.search.decision import Decision, Fewer, best_of, decide, next_best
+    from dtft.planner.search.compute_split import (
+        arrays_of,
+        attention_scores,
+        group_s,
+        without_scores,
+    )
+    from dtft.planner.search.decision import (
+        Decision,
+        Fewer,
+        best_of,
+        decide,
+        next_best,
+        without_idle,
+    )
     from dtft.planner.search.enumerate import enumerate_space
     from dtft.planner.search.pins import COUNTS, PINS, check_pins, did_you_mean
     from dtft.planner.search.price_table import Prices
@@ -71,6 +83,8 @@ _PUBLIC = {
     "next_best": "decision",
     "stack": "step_cost",
     "terms_of_accuracy": "step_cost",
+    "without_idle": "decision",
+    "without_scores": "compute_split",
 }
 
 __all__ = [
@@ -102,6 +116,8 @@ __all__ = [
     "next_best",
     "stack",
     "terms_of_accuracy",
+    "without_idle",
+    "without_scores",
 ]
 
 __getattr__, __dir__ = attributes(__name__, _PUBLIC)

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import get_args
 
 from dtft.planner.cluster import DeviceType
@@ -11,6 +12,7 @@ from dtft.planner.plan import ComputeKind, ComputeShare
 from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import SearchCandidate
 from dtft.planner.spmd import MICRO, OperatorWork, ShardingAssignment, Sizes
+from dtft.planner.types import Remat
 from dtft.planner.wording import layered
 from dtft.planner.workload import Workload, gradients, sources
 
@@ -54,6 +56,39 @@ def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]
         for dims, shape in made.items()
         if dims in reduced and dims in contracted and len(dims) > 2
     }
+
+
+def without_scores(question: Workload) -> Workload:
+    """Returns a workload whose attention scores take no memory.
+
+    A fused kernel of attention keeps scores on the chip. Its other costs are those of
+    the workload: the matmuls, and the operations of the softmax. JAX's dtype `float0`
+    has elements without bytes.
+    """
+
+    def hidden(one: Workload) -> Graph:
+        graph, scores = one.graph, attention_scores(one)
+        found = {
+            index
+            for index, value in enumerate(graph.values)
+            if _roots(one, value.dims) in scores
+        }
+        for loop in graph.loops:
+            found.update(outer for inner, outer in loop.stacked if inner in found)
+        values = tuple(
+            replace(value, dtype="float0") if index in found else value
+            for index, value in enumerate(graph.values)
+        )
+        return replace(graph, values=values)
+
+    def again(remat: Remat) -> Graph:
+        return hidden(question.rematerialized(remat))
+
+    return replace(
+        question,
+        graph=hidden(question),
+        again=None if question.again is None else again,
+    )
 
 
 def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:

@@ -18,6 +18,7 @@ from dtft.planner.plan import Alternative, Plan
 from dtft.planner.search import write_plan
 from dtft.planner.search.enumerate import (
     backend,
+    check_num_devices,
     check_offload,
     choices_of,
     enumerate_space,
@@ -257,8 +258,9 @@ def decide(
             several processes.
 
     Raises:
-        ValueError: the devices are not equal, JAX does not run on them, the pins cannot
-            be met, there is no candidate, or no plan fits. In the last case the error
+        ValueError: the devices are not equal, JAX does not run on them, there are more
+            than `MOST_DEVICES`, the pins cannot be met, there is no candidate, or no
+            plan fits. In the last case the error
             gives the missing bytes and the changes after which a plan fits.
     """
     fewer: Fewer = "never" if whole else "if faster"
@@ -269,7 +271,10 @@ def decide(
             looks = what_if or anything
             return best_of(question, cluster, pins, what_if=looks, fewer=fewer).plan
 
-        raise ValueError(unfit_text(decision.plan, cluster, decision.pins, best))
+        text = unfit_text(decision.plan, cluster, decision.pins, best)
+        if question.entry == "loss" and question.needs_whole_batch:
+            text += f" Microbatches would help, but {question.needs_whole_batch}."
+        raise ValueError(text)
     return decision
 
 
@@ -298,10 +303,11 @@ def best_of(
         fewer: when meshes of fewer devices than all are searched (`Fewer`).
 
     Raises:
-        ValueError: the devices are not equal, JAX does not run on them, the pins cannot
-            be met, or there is no candidate.
+        ValueError: the devices are not equal, JAX does not run on them, there are more
+            than `MOST_DEVICES`, the pins cannot be met, or there is no candidate.
     """
     pins, pool = dict(pins or {}), cluster.uniform
+    check_num_devices(pool)
     rows = batch or max(1, question.batch_size)
 
     def best_with(numbers: tuple[int, ...] | None) -> Decision:
@@ -399,6 +405,25 @@ def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
         plan = _written(decision.found, one, at, decision.cluster)
         made.append(replace(decision, plan=plan, at=at))
     return tuple(made)
+
+
+def without_idle(decision: Decision) -> Decision | None:
+    """Returns a decision for the fastest plan in which no device repeats work.
+
+    Only candidates of the given decision that fit in memory count. Returns None if all
+    of these repeat work on some devices.
+    """
+    least_s, chosen = math.inf, None
+    for one in decision.found.values():
+        busy = one.priced.fits & ~one.priced.idle
+        seconds_of = np.where(busy, one.priced.step_s, math.inf)
+        at = int(seconds_of.argmin())
+        if seconds_of[at] < least_s:
+            least_s, chosen = seconds_of[at], (one, at)
+    if chosen is None:
+        return None
+    plan = _written(decision.found, *chosen, decision.cluster)
+    return replace(decision, plan=plan, at=chosen[1])
 
 
 def _written(
@@ -510,9 +535,19 @@ def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
     space = enumerate_space(choices, pins)
     if choices.fewer is None:
         space = space.where(space.columns["devices_used"] == choices.num_devices)
-    if num_layers := choices.divides.get("stage"):
-        return space.with_chunks(num_layers[0], pins.get("virtual_stages"))
-    return space
+    if not (num_layers := choices.divides.get("stage")):
+        return space
+    pinned = pins.get("virtual_stages")
+    found = space.with_chunks(num_layers[0], pinned)
+    if pinned is not None and len(space) and not len(found):
+        known = space.with_chunks(num_layers[0], None).columns["virtual_stages"]
+        raise ValueError(
+            f"virtual_stages={pinned} cannot be met: the number of stages times "
+            f"virtual_stages must divide the {num_layers[0]} layers, and the number of "
+            "stages the microbatches. Allowed, with the other pins as they are: "
+            f"{', '.join(map(str, np.unique(known)))}."
+        )
+    return found
 
 
 def _all(choices: Choices, pins: Mapping[str, Any]) -> Space:

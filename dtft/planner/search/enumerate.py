@@ -62,6 +62,26 @@ def backend(pool: Pool) -> Backend:
     return PLATFORMS[platform]
 
 
+MOST_DEVICES = 2**20
+"""The largest number of devices of a cluster that is planned.
+
+The number of meshes grows with the number of devices without limit.
+"""
+
+
+def check_num_devices(pool: Pool) -> None:
+    """Checks that a pool is not too large to enumerate its meshes.
+
+    Raises:
+        ValueError: the pool has more than `MOST_DEVICES` devices.
+    """
+    if pool.num_devices > MOST_DEVICES:
+        raise ValueError(
+            f"cluster: {pool.words} has {pool.num_devices:,} devices. Allowed: up to "
+            f"{MOST_DEVICES:,}. Give fewer hosts."
+        )
+
+
 def choices_of(
     question: Workload,
     pool: Pool,
@@ -82,10 +102,12 @@ def choices_of(
         pins: settings that the user has fixed.
 
     Raises:
-        ValueError: the name or value of a pin is never allowed (`check_pins`), or the
-            pin `stage_layers` has more or fewer layers than the workload.
+        ValueError: the name or value of a pin is never allowed (`check_pins`), the pin
+            `stage_layers` has more or fewer layers than the workload, or
+            `virtual_stages` or `schedule` is pinned where no pipelines are searched.
     """
     check_pins(pins)
+    _check_of_pipelines(pins, can)
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
     if "sequence" in can.axes and question.sequence_dims:
         sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)
@@ -93,8 +115,8 @@ def choices_of(
     if "expert" in can.axes and question.expert_arrays:
         dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
         divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
-    # Microbatches need batch arrays that all have the same number of rows.
-    parts = can.microbatches and question.is_batch_alike
+    whole_batch = question.needs_whole_batch if can.microbatches else ""
+    parts = can.microbatches and not whole_batch
     layers = layers_of(question, pool.device) if "stage" in can.axes else None
     if layers is not None:
         uneven = "stage_layers" in pins
@@ -113,8 +135,24 @@ def choices_of(
         data_axes=("replica", "fsdp", "expert"),
         levels=tuple(level.size for level in pool.levels),
         max_microbatches=min(batch, most) if parts else 1,
+        whole_batch=whole_batch,
         zero=tuple(sorted(can.zero)),
     )
+
+
+def _check_of_pipelines(pins: Mapping[str, Any], can: Capabilities) -> None:
+    """Checks that settings of pipelines are pinned only where pipelines are searched.
+
+    Raises:
+        ValueError: `can` has no axis `stage`, and a setting of pipelines is pinned to
+            another value than that of a step without pipeline.
+    """
+    for name, usual in (("virtual_stages", 1), ("schedule", SCHEDULES[0])):
+        if "stage" not in can.axes and pins.get(name, usual) != usual:
+            raise ValueError(
+                f"{name}={pins[name]!r} is pinned, and no pipelines are searched here. "
+                "Allowed: with what_if=True (dtft plan --what-if); or leave it out."
+            )
 
 
 def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> None:

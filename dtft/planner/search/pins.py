@@ -146,7 +146,8 @@ def why_not(choices: Choices, name: str, value: Any) -> str:
     if name == "stage_layers":
         return _why_not_axis(choices, "stage", len(value))
     if name == "microbatches" and value > choices.max_microbatches:
-        return f"at most {choices.max_microbatches} are possible here"
+        why = f", as {choices.whole_batch}" if choices.whole_batch else ""
+        return f"at most {choices.max_microbatches} are possible here{why}"
     if name == "microbatches" and choices.batch % value:
         return f"{value} does not divide the batch of {choices.batch}"
     if name in ("zero", "remat") and value not in getattr(choices, name):

@@ -14,7 +14,10 @@ from dtft.planner.search.space import Space
 from dtft.planner.spmd import ShardingAssignment
 
 TERMS = ("compute", "collectives", "bubble", "optimizer", "offload", "launch")
-MEMORY = ("parameters", "gradients", "optimizer", "activations", "batch", "reserve")
+MEMORY = (
+    "parameters", "gradients", "optimizer", "activations", "batch", "constants",
+    "reserve",
+)  # fmt: skip
 IDLE = 4.0
 """Factor on the step time of a mesh with redundant work, when meshes are ranked.
 

@@ -104,7 +104,8 @@ def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
     """Makes the lower bound of the bytes that a workload's state takes on each device.
 
     The bound counts no gradients. `MemoryFloor.capacity` leaves out the share of a
-    device's memory that plans must leave free (`RESERVE`).
+    device's memory that plans must leave free (`RESERVE`), and the arrays that the
+    program closes over.
     """
     graph = question.graph
 
@@ -116,7 +117,8 @@ def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
         parameters=total("parameter"),
         gradients=0,  # the number alive at a time depends on the program
         optimizer=total("optimizer"),
-        capacity=int(pool.device.memory_bytes * (1 - RESERVE)),
+        capacity=int(pool.device.memory_bytes * (1 - RESERVE))
+        - question.constant_bytes,
     )
 
 
@@ -180,6 +182,7 @@ class PlanSearch:
         prices = resting.prices
         terms = {name: np.zeros(len(space)) for name in TERMS}
         memory = {name: np.zeros(len(space)) for name in MEMORY}
+        memory["constants"][:] = self.question.constant_bytes
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
         divisions: list[ShardingAssignment] = []
         which = np.zeros(len(space), np.int64)
@@ -413,6 +416,7 @@ class PlanSearch:
         """
         prices, resting, staged = self._priced(space)
         memory = {name: np.zeros(len(space)) for name in MEMORY if name != "reserve"}
+        memory["constants"][:] = self.question.constant_bytes
         chosen = self._chooser(prices, space).choose()
         for layout, rows in self._layouts(prices.columns.of, *chosen):
             needs = self._memory(resting, layout, space, rows)

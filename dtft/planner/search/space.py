@@ -227,6 +227,9 @@ class Choices:
     The first level is a host and joins devices; the others join groups. () means one
     level."""
     max_microbatches: int = 1
+    whole_batch: str = ""
+    """Why the batch cannot be computed in parts (microbatches); '' if it can, or if the
+    entry point has none."""
     remat: tuple[Remat, ...] = ("none",)
     zero: tuple[int, ...] = (0, 3)
     """ZeRO levels to search. Levels above 0 divide over `fsdp`: a mesh has an axis

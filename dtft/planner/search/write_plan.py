@@ -299,7 +299,7 @@ def as_plan(
         host_bytes=round(priced.host[at]),
         constraints=constraints(question.program, question.aligned(division), mesh),
         prediction=prediction,
-        memory={name: round(priced.memory[name][at]) for name in MEMORY},
+        memory=_memory(priced, at),
         capacity_bytes=priced.capacity,
         collectives=_merged(search, candidate, sent),
         compute=compute,
@@ -394,6 +394,12 @@ def _divided_further(
             axes = (*axes, *more)
         found.append(axes)
     return tuple(found)
+
+
+def _memory(priced: Priced, at: int) -> dict[str, int]:
+    """Returns the bytes on a device by term; `constants` only if there are any."""
+    found = {name: round(priced.memory[name][at]) for name in MEMORY}
+    return {n: each for n, each in found.items() if each or n != "constants"}
 
 
 def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:

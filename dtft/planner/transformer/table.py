@@ -445,8 +445,9 @@ def _dtype(where: str, cells: Mapping[str, str], default: Dtype) -> Dtype:
     if text not in DTYPES:
         raise ValueError(
             f"{where}, column dtype: {text!r:.80}. Allowed: {', '.join(DTYPES)}: the "
-            "dtype of layers' matmuls, with 2 bytes for each parameter and activation. "
-            "Leave the cell empty for the device's usual one."
+            "dtype of layers' matmuls, with 2 bytes for each parameter and activation "
+            "(sums of int8 are sent in 4). Leave the cell empty for the device's usual "
+            "one."
         )
     return DTYPES[text]
 

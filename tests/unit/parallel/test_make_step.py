@@ -385,3 +385,17 @@ def test_counts_beside_the_loss_cannot_be_averaged() -> None:
     step = make_step(loss, optax.sgd(0.1), plan, devices=jax.devices()[:1])
     with pytest.raises(ValueError, match="'aux/rows' of dtype int32"):
         step.lower(params, batch)
+
+
+def test_rows_of_the_batch_have_no_mean_over_its_parts() -> None:
+    def loss(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        each = (batch["x"] @ params) ** 2
+        return each.mean(), {"each": each, "mean": each.mean(keepdims=True)}
+
+    params, batch = jnp.ones(3), {"x": jnp.ones((4, 3))}
+    parts = jax.tree.map(lambda x: x.reshape(2, 2, 3), batch)
+    run = accumulated(loss, 2, None, pin=lambda g: g, divide=lambda _: parts)
+    with pytest.raises(
+        ValueError, match=r"'each' of shape \(4,\) .* \(2,\) for a part"
+    ):
+        run(params, batch)

@@ -334,3 +334,33 @@ def test_a_state_that_is_none_of_the_steps_is_refused() -> None:
     step = dtft.train.make_step(_loss, OPTIMIZER, plan)
     with pytest.raises(ValueError, match="state is a dict of up, down. Allowed: what"):
         step.step(PARAMS, _batch(8))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mesh": {"tensor": 2}}, "Sizes of axes are given by name, such as tensor=8"),
+        ({"what_if": "yes"}, "what_if='yes'. Allowed: True, False"),
+    ],
+)
+def test_arguments_of_another_form(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        _planned("8xH100", **given)
+
+
+def test_an_accumulating_optimizer_is_given_as_a_transformation() -> None:
+    several: Any = optax.MultiSteps(OPTIMIZER, 4)
+    asked: dict[str, Any] = {"loss": _loss, "params": PARAMS, "batch": _batch(64)}
+    with pytest.raises(ValueError, match=r"Give its \.gradient_transformation\(\)"):
+        dtft.plan(**asked, optimizer=several, cluster="8xH100")
+    made = several.gradient_transformation()
+    assert dtft.plan(**asked, optimizer=made, cluster="8xH100").runnable
+
+
+def test_an_optimizer_that_evaluates_the_loss_is_planned_as_a_step() -> None:
+    with pytest.raises(TypeError) as raised:
+        dtft.plan(
+            loss=_loss, optimizer=optax.lbfgs(), params=PARAMS, batch=_batch(64),
+            cluster="8xH100",
+        )  # fmt: skip
+    assert "optax.lbfgs, is planned by step=" in "".join(raised.value.__notes__)

@@ -561,3 +561,25 @@ def test_json_is_plain() -> None:
 def test_what_is_no_text_is_no_cluster(text: Any) -> None:
     with pytest.raises(ValueError, match="is no text, but a .*Allowed: such as"):
         Cluster.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("8xB200-SXM", "'b200'?"),
+        ("8xa100-40gb-sxm4", "'a100-40gb'?"),
+        ("2xnvl72", "'gb200-nvl72' or 'gb300-nvl72'?"),
+    ],
+)
+def test_a_longer_or_shorter_name_is_answered_with_those_that_it_has(
+    text: str, meant: str
+) -> None:
+    with pytest.raises(ValueError, match=f"Did you mean {re.escape(meant)}"):
+        Cluster.parse(text)
+
+
+def test_figures_that_are_no_numbers_are_refused() -> None:
+    device = "{name: x, platform: cuda, memory_bytes: 8e10, memory_bandwidth: .nan, "
+    text = "pools: [{device: " + device + "peak_flops: {float32: 1e13}}}]"
+    with pytest.raises(ValueError, match="memory_bandwidth=nan"):
+        cluster_from_text(text)

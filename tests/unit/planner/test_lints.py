@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -178,3 +179,43 @@ def test_precision_of_a_product_is_priced() -> None:
 
 def test_a_perceptron_has_no_scores() -> None:
     assert attention(best_of(mlp(), Cluster.parse("h100"))) == ()
+
+
+def test_fused_attention_saves_what_a_plan_without_scores_saves() -> None:
+    """Memory without scores allows another mesh; the finding has its seconds."""
+
+    def model(implementation: Literal["cudnn"] | None):
+        def loss(params, batch):
+            q, k, v = jnp.moveaxis(
+                jnp.einsum("btd,dcnh->btcnh", batch, params["qkv"]), 2, 0
+            )
+            mixed = jax.nn.dot_product_attention(q, k, v, implementation=implementation)
+            return jnp.mean(jnp.einsum("btnh,nhd->btd", mixed, params["out"]) ** 2)
+
+        params = {
+            "qkv": jax.ShapeDtypeStruct((1024, 3, 8, 128), jnp.bfloat16),
+            "out": jax.ShapeDtypeStruct((8, 128, 1024), jnp.bfloat16),
+        }
+        batch = jax.ShapeDtypeStruct((16, 4096, 1024), jnp.bfloat16)
+        with jax.numpy_dtype_promotion("standard"):
+            asked = of_loss(loss, optax.sgd(1e-3), params, batch)
+            return best_of(asked, Cluster.parse("2xh100"))
+
+    plain, fused = model(None), model("cudnn")
+    (found,) = attention(plain)
+    saved_s = plain.plan.prediction.step_s - fused.plan.prediction.step_s
+    assert found.cost_s == pytest.approx(saved_s, rel=0.25)
+    assert found.num_bytes == pytest.approx(
+        plain.plan.memory_bytes - fused.plan.memory_bytes, rel=0.25
+    )
+    assert f"takes about {wording.seconds(found.cost_s, 0.2)[:2]}" in found.text
+
+
+def test_no_batch_is_offered_with_a_plan_whose_devices_repeat_work() -> None:
+    """Of a small step, all devices doing the same is predicted to be the fastest."""
+    found = best_of(mlp(batch=8), Cluster.parse("5x1xh100"))
+    assert found.idle
+    near = batches(found)
+    assert [one.batch for one in near] == [5, 10]
+    assert all(one.plan.mesh.get("tensor", 1) == 1 for one in near)
+    assert best_of(found.question, found.cluster, batch=10).plan.mesh == {"tensor": 5}

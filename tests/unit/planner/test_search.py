@@ -1,5 +1,7 @@
 """Prices of candidates: what is sent, what fits, and in which order they are ranked."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +151,7 @@ def test_examples_are_the_rows_that_most_of_the_work_has(loss, batch, expected) 
     }
     divided = [name for name, dim in first.items() if dim in question.batch_dims]
     assert divided == [*expected]
-    assert not question.is_batch_alike
+    assert "unlike numbers of rows" in question.needs_whole_batch
     assert decide(question, Cluster.parse("8xH100")).plan.examples == rows
 
 
@@ -185,3 +187,80 @@ def test_examples_that_a_reshape_splits_are_all_counted() -> None:
 
     question = of_loss(grouped, ADAM, PARAMS, BATCH)
     assert (question.num_examples, question.batch_size) == (64, 8)
+
+
+def test_a_batch_of_one_has_one_example() -> None:
+    question = of_loss(loss, ADAM, PARAMS, {"x": jax.ShapeDtypeStruct((1, 64), F32)})
+    assert question.num_examples == 1
+    plan = decide(question, Cluster.parse("8xH100")).plan
+    assert plan.examples == 1
+
+
+def test_arrays_that_a_loss_closes_over_are_whole_on_every_device() -> None:
+    num_bytes = 64 * 2**20 * 4
+    table = np.zeros((2**20, 64), np.float32)
+    unread = np.zeros((2**10, 64), np.float32)
+
+    def looked_up(params, batch):
+        del params["down"]
+        jnp.asarray(unread).sum()
+        rows = jnp.asarray(table)[:64]
+        return jnp.mean((batch["x"] @ rows.T @ rows @ params["up"]) ** 2)
+
+    question = of_loss(lambda p, b: looked_up(dict(p), b), ADAM, PARAMS, BATCH)
+    cluster = Cluster.parse("8xH100")
+    plan = decide(question, cluster).plan
+    assert plan.memory["constants"] == num_bytes
+    usual = of_loss(loss, ADAM, PARAMS, BATCH)
+    assert "constants" not in decide(usual, cluster).plan.memory
+    pool = cluster.uniform
+    small = replace(pool.device, memory_bytes=num_bytes)
+    with pytest.raises(ValueError, match=r"\(.*constants 256 MiB.*\), .* more than"):
+        decide(question, Cluster(pools=(replace(pool, device=small),)))
+    small = replace(pool.device, memory_bytes=4 * num_bytes)
+    found = decide(question, Cluster(pools=(replace(pool, device=small),)))
+    (lint,) = (one for one in find_lints(found) if one.kind == "constants")
+    assert lint.num_bytes == found.plan.memory["constants"]
+
+
+@pytest.mark.parametrize(
+    ("aux", "reason"),
+    [
+        (lambda each: {"n": jnp.int32(3)}, "value 'n' of dtype int32"),
+        (lambda each: (each.mean(), {"each": each.mean(-1)}), "'1/each' with rows of"),
+        (lambda each: each.reshape(4, -1).sum(-1), "an auxiliary value with rows of"),
+        (lambda each: {"features": each.mean(0), "mean": each.mean()}, ""),
+    ],
+)
+def test_microbatches_need_auxiliary_values_that_are_means(aux, reason: str) -> None:
+    def with_aux(params, batch):
+        made = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+        return jnp.mean(made**2), aux(made)
+
+    question = of_loss(with_aux, ADAM, PARAMS, BATCH)
+    assert reason in question.needs_whole_batch
+    assert bool(reason) == bool(question.needs_whole_batch)
+    pool = Cluster.parse("2xH100").uniform
+    pins = {"microbatches": 2}
+    if not reason:
+        assert decide(question, Cluster.parse("2xH100"), pins).plan.knobs.microbatches
+        return
+    with pytest.raises(ValueError, match="at most 1 are possible here, as the loss"):
+        decide(question, Cluster.parse("2xH100"), pins)
+    small = replace(pool.device, memory_bytes=2**16)
+    with pytest.raises(ValueError, match=f"Microbatches would help, but .*{reason}"):
+        decide(question, Cluster(pools=(replace(pool, device=small),)))
+
+
+def test_a_cluster_without_limit_is_refused(question) -> None:
+    with pytest.raises(ValueError, match=r"has 10,000,000,000 devices. Allowed: up to"):
+        decide(question, Cluster.parse("10000000000xh100"))
+
+
+@pytest.mark.parametrize(
+    ("pin", "said"),
+    [({"virtual_stages": 2}, "virtual_stages=2"), ({"schedule": "gpipe"}, "'gpipe'")],
+)
+def test_pins_of_pipelines_need_what_if(question, pin, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{said} is pinned, and no pipelines are"):
+        decide(question, Cluster.parse("8xH100"), pin)

@@ -208,3 +208,15 @@ def test_a_host_without_room_takes_nothing(question: Workload) -> None:
     pool = replace(pool, host_link=None)
     with pytest.raises(ValueError, match="no link to the host"):
         best_of(question, Cluster(pools=(pool,)), pins)
+
+
+def test_virtual_stages_that_cannot_be_say_which_can(question: Workload) -> None:
+    with pytest.raises(
+        ValueError, match=r"virtual_stages=5 cannot be met.*Allowed"
+    ) as e:
+        decide(question, Cluster.parse("8xh100"), {"virtual_stages": 5}, what_if=True)
+    allowed = str(e.value).rpartition(": ")[2].removesuffix(".").split(", ")
+    for number in map(int, allowed):
+        pins = {"virtual_stages": number}
+        plan = decide(question, Cluster.parse("8xh100"), pins, what_if=True).plan
+        assert plan.knobs.virtual_stages == number
