@@ -341,8 +341,9 @@ def join_world(
 
     Args:
         address: host:port of the coordination service.
-        process_id: index of this process, 0 to num_processes - 1.
-        num_processes: number of processes of the service, which never changes.
+        process_id: index of this process, 0 to num_processes - 1; from 1 if the service
+            is open (`start_coordination_service`).
+        num_processes: number of indices of the service, which never changes.
         heartbeat_s: heartbeat timeout of JAX in seconds, rounded up to whole seconds.
         timeout_s: longest wait for the service, in seconds.
     """
@@ -441,7 +442,10 @@ def share_cached_programs() -> None:
 
 
 class _Read(threading.local):
-    """The entry of JAX's compilation cache that each thread has read last."""
+    """The entry of JAX's compilation cache that each thread has read last.
+
+    `looked` is whether the thread has looked for an entry since it was last reset.
+    """
 
     looked = False
     entry: bytes | None = None
@@ -852,7 +856,8 @@ _ASSUMED_CUDNN = 91000
 """Version of cuDNN (9.10) for which attention is traced on a machine without cuDNN."""
 _ASSUMING = threading.Lock()
 _assumers: list[tuple[Any, Any]] = []
-"""For each `with` block of `cudnn_assumed`, the functions of JAX that it has found."""
+"""For each running `with` block of `cudnn_assumed`, JAX's own two functions that check
+cuDNN; the last block to end restores them."""
 
 
 @contextlib.contextmanager

@@ -107,11 +107,11 @@ class StepTimes:
         return StepTimes(took={**took, load: here})
 
     def gain(self, here: Load, there: Load) -> float | None:
-        """Returns the share of a step's seconds that a change of the load would save.
+        """Returns the fraction of a step's seconds that a change of load would save.
 
         The change is from load `here` to load `there` (the units of work of each node).
-        The share is computed from measured steps. It is below 0 if `there` is slower,
-        and None if either load has no measured steps.
+        The fraction is computed from measured steps. It is below 0 if `there` is
+        slower, and None if either load has no measured steps.
         """
         if here not in self.took or there not in self.took:
             return None
@@ -120,8 +120,8 @@ class StepTimes:
     def fastest(self, here: Load) -> tuple[Any, float] | None:
         """Finds the division (load of each node) with the fastest measured steps.
 
-        Returns the division, and the share of a step's seconds that a change from load
-        `here` to this division would save. Returns None if `here` has no measured
+        Returns the division, and the fraction of a step's seconds that a change from
+        load `here` to this division would save. Returns None if `here` has no measured
         steps.
         """
         if here not in self.took:
@@ -152,9 +152,11 @@ class Work(Protocol[Division]):
         ...
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Division:
-        """Returns the division (load of each node) with the shortest step if each node
-        takes `unit_s` seconds per unit of load, and `fixed_s` more seconds per step;
-        `[n]` each."""
+        """Returns the division (load of each node) with the shortest step.
+
+        Each node takes `unit_s` seconds per unit of load, and `fixed_s` more seconds
+        per step (None: 0); `[n]` each.
+        """
         ...
 
     def load(self, division: Division) -> Floats:
@@ -167,19 +169,18 @@ class Work(Protocol[Division]):
         """Returns the seconds that a step takes with a division.
 
         Each node takes `unit_s` seconds per unit of load, and `fixed_s` more seconds
-        per step; `[n]` each.
+        per step (None: 0); `[n]` each.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Options that decide when the division (the load of each node) changes, and when
-    it counts as settled."""
+    """Options that decide when the division of load changes, and when it is settled."""
 
     policy: Policy = "exact"
     least_gain: float = 0.01
-    """Least share of a step's seconds that a new division must save for `exact` to
+    """Least fraction of a step's seconds that a new division must save for `exact` to
     change to it."""
     noise_factor: float = 2.0
     """`exact` accepts a gain only if it exceeds this many relative standard errors of
@@ -203,15 +204,16 @@ class Rules:
 class Judgement:
     """What a round of steps showed, and whether the division of work was changed.
 
-    Has the seconds that nodes waited for the slowest node, the gain of the candidate
-    (the division that the policy proposes), and whether the candidate was accepted.
+    Nodes wait in each step for the slowest node: `max_wait_s` is the mean over steps of
+    the longest wait, `mean_wait_s` the mean over steps and nodes. The candidate is the
+    division that the policy proposes, and `changed` whether it was accepted.
     """
 
     max_wait_s: float
     mean_wait_s: float
     gain: float
-    """Share of a step's seconds that the candidate saves. With `proportional` the gain
-    is 1 if the candidate differs from the division in force, else 0."""
+    """Fraction of a step's seconds that the candidate saves. With `proportional` the
+    gain is 1 if the candidate differs from the division in force, else 0."""
     threshold: float
     """Gain that a candidate must exceed. The seconds that the candidate saves must also
     exceed the cost of the change."""
@@ -222,7 +224,12 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance(Generic[Division]):
-    """The division in force (the load of each node), and the measurements of nodes."""
+    """The division in force (the load of each node), and the measurements of nodes.
+
+    `weights` are the nodes' relative speeds, `[n]`, by which `proportional` divides.
+    `rounds` is the number of measured rounds. `judgement` is that of the last round;
+    None before the first.
+    """
 
     work: Work[Division]
     rules: Rules
@@ -297,7 +304,8 @@ class Balance(Generic[Division]):
             step_s: Seconds of whole steps, `[steps]`, if these exceed the seconds of
                 the slowest node. `exact` then compares measured divisions by step
                 seconds. None: a step takes as long as its slowest node.
-            remaining_steps: The number of steps that a new division would serve.
+            remaining_steps: The number of steps that remain, in which a new division
+                would be in force.
             cost_s: Seconds to change the division (compiling, moving state).
 
         Raises:
@@ -356,12 +364,13 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
 def _gain(
     now: Balance[Division], candidate: Division, speeds: Speeds
 ) -> tuple[float, float]:
-    """Returns the share of a step's seconds that a candidate division saves.
+    """Returns the fraction of a step's seconds that a candidate division saves.
 
     The candidate is compared with the division in force. The second number is the error
-    of the share: the larger of the relative standard errors of the nodes' seconds in
-    the two divisions. The share is computed from the nodes' seconds. These are measured
-    if `SpeedEstimator.measured` has both divisions, else estimated by `speeds`.
+    of the fraction: the larger of the relative standard errors of the nodes' seconds in
+    the two divisions. The fraction is computed from the nodes' seconds. These are
+    measured if `SpeedEstimator.measured` has both divisions, else estimated by
+    `speeds`.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)
@@ -383,8 +392,9 @@ def _proportional(
 ) -> tuple[Division, Floats, float, float]:
     """Raises the weights of nodes that wait longer than the mean; lowers the others.
 
-    The new weights have a mean of 1, and then none is below `_LEAST_WEIGHT`. `busy` has
-    the seconds of local work of each node in each step, `[steps, n]`.
+    The new weights are scaled to a mean of 1; then weights below `_LEAST_WEIGHT` are
+    raised to it. `busy` has the seconds of local work of each node in each step,
+    `[steps, n]`.
 
     Returns:
         The division by the new weights (the candidate), the new weights, the gain and

@@ -70,7 +70,8 @@ class Microbatches:
     """The microbatches of a step as work to divide between nodes (`balance.Work`).
 
     A node is a replica. A division is the number of microbatches of each node (the
-    shares), `[n]`.
+    shares), `[n]`. `total` is the number of microbatches of a step. A node takes at
+    least `low` microbatches, and at most its entry of `cap` (None: no limit).
     """
 
     num_nodes: int
@@ -102,7 +103,7 @@ class Microbatches:
         """Returns the shares with the fewest seconds until the last node is done.
 
         A node takes `fixed_s + share * unit_s` seconds in a step, its share being a
-        number of microbatches; `[n]` each.
+        number of microbatches; `[n]` each. `fixed_s` of None means 0.
         """
         return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
 
@@ -148,7 +149,7 @@ def makespan(
     """Returns the seconds until the last node has done its share of a step.
 
     A node takes `fixed_s + share * unit_s` seconds, its share being a number of
-    microbatches.
+    microbatches; `[n]` each. `fixed_s` of None means 0.
     """
     fixed = np.zeros(()) if fixed_s is None else np.asarray(fixed_s, float)
     return float(np.max(fixed + np.asarray(shares) * np.asarray(unit_s, float)))
@@ -425,8 +426,9 @@ class Layers:
 
         Args:
             unit_s: Real seconds for each second of the cost model, `[stages]`; infinite
-                for a stage that can have no layer.
-            fixed_s: Extra seconds in a step of each stage that has layers, `[stages]`.
+                for a stage that must have no layer.
+            fixed_s: Extra seconds in a step of each stage that has layers, `[stages]`;
+                None: 0.
 
         Raises:
             ValueError: `unit_s` is not a number above 0 for each stage, or no split
@@ -469,7 +471,8 @@ class Layers:
         Args:
             division: the number of layers of each stage, `[stages]`.
             unit_s: real seconds for each second of the cost model, `[stages]`.
-            fixed_s: extra seconds in a step of each stage that has layers, `[stages]`.
+            fixed_s: extra seconds in a step of each stage that has layers, `[stages]`;
+                None: 0.
         """
         sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))

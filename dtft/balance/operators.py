@@ -31,7 +31,8 @@ class Operators:
     """The tasks of a step as work to divide between nodes (`balance.Work`).
 
     A task is an operator, a loop or a layer of a program; a node is a device. A
-    division is a `Placement`: the node of each task.
+    division is a `Placement`: the node of each task. `order`, `microbatches` and
+    `moves` are the arguments of `of`.
     """
 
     tasks: Tasks

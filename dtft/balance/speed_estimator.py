@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 TRIM = 0.1
-"""Share of a round's steps that a node's mean leaves out as the slowest, to exclude
+"""Fraction of a round's steps, the slowest, that a node's mean leaves out, to exclude
 pauses of the machine. The mean leaves out as many of the fastest steps."""
 
 SHARED_STEPS = 20
@@ -196,9 +196,9 @@ def drifted(
 ) -> tuple[int, ...]:
     """Returns the numbers of the nodes that drifted in a round of `steps` steps.
 
-    `after` is `before` with the measurements of the round included, in which `load` has
-    the units of each node. A node drifted if `after` has dropped the node's earlier
-    measurements, so that it counts fewer than `steps` more steps.
+    `after` is `before` with the measurements of the round included. `load` has the
+    units of each node in the round. If a node drifted, `after` lacks the node's earlier
+    measurements: its `num_steps` is below that of `before` plus `steps`.
     """
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
     begun &= after.num_steps < before.num_steps + steps
@@ -208,9 +208,9 @@ def drifted(
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
     """Returns the trimmed mean of `unit_s` over its steps, and a variance, `[n]` each.
 
-    `unit_s` is `[steps, n]`. The share `TRIM` of the values is left out at either end.
-    The variance is a winsorized one: divided by the number of steps, it is the variance
-    of the mean. The variance is 0 if there is only one step.
+    `unit_s` is `[steps, n]`. The fraction `TRIM` of the values is left out at either
+    end. The variance is a winsorized one: divided by the number of steps, it is the
+    variance of the mean. The variance is 0 if there is only one step.
     """
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)
@@ -264,24 +264,26 @@ MOST = 6
 measured last are kept. Each checkpoint stores all kept measurements."""
 
 OTHERWISE = 0.01
-"""Relative standard error that is added, in quadrature, to a node's older measurements:
-those under other loads than its newest. Since then the node may have become slower or
-faster for other reasons than its load."""
+"""Relative standard error that is added, in quadrature, to a node's measurements under
+other loads than the load that it was measured with last. Since these measurements the
+node may have become slower or faster for other reasons than its load."""
 
 LIKELY_FIXED = 0.15
 """Assumed size of a node's fixed seconds (the seconds of a step that do not depend on
-load), as a share of the node's shortest measured seconds. Used until a node was
+load), as a fraction of the node's shortest measured seconds. Used until some node was
 measured with different loads."""
 
 MOST_FIXED = 0.5
-"""Upper limit of a node's fixed seconds (which do not depend on load), as a share of
+"""Upper limit of a node's fixed seconds (which do not depend on load), as a fraction of
 the node's shortest measured seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Measured or estimated seconds of nodes in a step, `fixed_s + load * unit_s`, with
-    `fixed_s` and `unit_s` of shape `[n]`."""
+    """Seconds of nodes in a step, measured or estimated: `fixed_s + load * unit_s`.
+
+    `load` has the units of work of each node; all three are `[n]`.
+    """
 
     fixed_s: Floats
     unit_s: Floats
@@ -300,7 +302,8 @@ class Speeds:
         """Returns the relative speed of each node under a load (units of each), `[n]`.
 
         The speed is the mean seconds per unit of all nodes, divided by the seconds per
-        unit of the node.
+        unit of the node. The seconds per unit include `fixed_s / load` of a node with
+        load.
         """
         loaded = np.where(load > 0, load, np.inf)
         each = self.unit_s + self.fixed_s / loaded
@@ -465,9 +468,9 @@ class _Rows:
         """Estimates the likely size of the fixed seconds of each node, `[n]`.
 
         Fixed seconds are those of a step that do not depend on load. The size is a
-        share of a node's shortest seconds. The share is estimated by moments from the
-        nodes that were measured with different loads. Without such nodes, the share is
-        `LIKELY_FIXED`.
+        fraction of a node's shortest seconds. The fraction is estimated by moments from
+        the nodes that were measured with different loads. Without such nodes, the
+        fraction is `LIKELY_FIXED`.
         """
         area = self.ones * self.squared - self.load**2
         unlike = area > 1e-6 * self.ones * self.squared

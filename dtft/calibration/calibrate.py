@@ -69,7 +69,8 @@ class BenchmarkSizes:
     fits into cache."""
     strided: int | None
     """Side of a square array, as large as a weight, whose transposed read is timed.
-    None: not measured, because the compiler stores arrays in the order of reading."""
+    None: not measured, because the compiler stores arrays in the order in which they
+    are read."""
     kinds: tuple[CollectiveKind, ...]
     """Kinds of collectives to measure. The other kinds use the curve that is fitted to
     all measured kinds."""
@@ -114,8 +115,10 @@ class BenchmarkSizes:
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
-    """Returns `num` sizes from `first` to `last`, evenly spaced on a log scale and
-    rounded to multiples of 1024."""
+    """Returns `num` sizes from `first` to `last`, evenly spaced on a log scale.
+
+    Sizes are rounded to multiples of 1024.
+    """
     ratio = (last / first) ** (1 / (num - 1))
     return tuple(round(first * ratio**n / 1024) * 1024 for n in range(num))
 
@@ -478,9 +481,9 @@ def _overlap(
 ) -> tuple[DeviceType, float]:
     """Times a matmul beside all-reduces of several sizes, and fits their overlap.
 
-    The fit determines the share of a computation that collectives can overlap, and how
-    much slower the computation runs beside a collective. Returns the device with these
-    numbers, and the median relative error of the fitted times.
+    The fit determines the fraction of a computation that collectives can overlap, and
+    how much slower the computation runs beside a collective. Returns the device with
+    these numbers, and the median relative error of the fitted times.
     """
     _say("overlap ...")
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))

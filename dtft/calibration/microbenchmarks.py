@@ -58,8 +58,10 @@ class BenchmarkPace:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedProgram:
-    """Seconds of one iteration of a timed loop, and seconds (`dispatch_s`) to start the
-    program."""
+    """Seconds of one iteration of a timed loop, and of starting the program.
+
+    `dispatch_s` is the host's time to start the program.
+    """
 
     seconds: float
     dispatch_s: float
@@ -278,7 +280,7 @@ COLOURS = 3
 _NUM = 6
 """The number of convolutions that are timed together."""
 GRADIENTS = _NUM / (3 * _NUM - 1)
-"""Share of the convolutions in `convolution_s` that make the gradient of a kernel."""
+"""Fraction of the convolutions in `convolution_s` that make a kernel's gradient."""
 _SIDE = 3
 """Side of a kernel or window."""
 

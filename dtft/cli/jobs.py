@@ -455,7 +455,8 @@ def line(job: str, found: dict[str, Any]) -> str:
 
     `before` is the number of replicas before the change, `hosts` the number of hosts
     with a slot. A result without `step`, as in the example, means that no change was
-    necessary.
+    necessary; or, if `asked_again` is true, that an earlier attempt, before the leader
+    changed, may have made the change.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'

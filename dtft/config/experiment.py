@@ -27,8 +27,8 @@ class BalanceConfig:
         Literal["off", "proportional", "exact"], arg(aliases=("--balance",))
     ] = "off"
     """`off`: equal rows for all replicas. `exact`: the shares with the shortest
-    predicted step, changed only for a gain above the noise. `proportional`: weights
-    follow waits, so replicas that wait get more rows; shares may never converge."""
+    predicted step, changed only for a gain above the noise. `proportional`: replicas
+    that wait for slower ones get more rows; shares may never converge."""
     microbatches: int = 0
     """Number of equal parts (microbatches) of a step's batch. Each replica takes some
     of the parts. Must divide data.global_batch; 0: the largest divisor of
@@ -117,8 +117,8 @@ class PipelineConfig:
     schedule: Literal["gpipe", "circular"] = "gpipe"
     """`gpipe`: rows pass each stage once; `circular`: `virtual_stages` times."""
     virtual_stages: int = 1
-    """Number of chunks of neighbouring layers of each stage, one per round
-    (`circular`)."""
+    """Number of chunks of neighbouring layers of each stage: how often rows pass each
+    stage. Above 1 only with `circular`."""
     layers: tuple[int, ...] = ()
     """Number of layers of each chunk, in the model's order; chunk c is on stage
     c % stages. Empty: equal numbers, or one more in the first chunks."""
@@ -229,7 +229,8 @@ class MeshConfig:
     replica: int = -1
     """Copies of the model, each on its part of the batch; -1: all remaining devices."""
     stage: int = 1
-    """Number of pipeline stages, which divide the model's layers (`pipeline`)."""
+    """Number of pipeline stages. The keys of `pipeline` say how the model's layers are
+    divided between the stages."""
     fsdp: int = 1
     """Number of parts that the state and each replica's rows are divided into."""
     tensor: int = 1
@@ -281,8 +282,8 @@ class ClusterConfig:
     """Whether the trainers of other hosts keep their processes when a host is lost
     (CPU and GPU; not TPU); False: all trainers restart."""
     failure_budget: int = 2
-    """The job ends when the same exception has occurred this many times, and in between
-    no step after that of the exception was committed."""
+    """The job ends when the same exception or exit code has occurred this many times,
+    without a commit of a later step in between."""
 
     def __post_init__(self) -> None:
         if self.failure_budget < 1:
@@ -354,8 +355,9 @@ class CheckpointConfig:
     stall_budget: float = Automatic.budget
     """With interval=auto: fraction of the wall time that snapshots may cost."""
     max_interval: int = Automatic.maximum
-    """With interval=auto: most steps between snapshots. Every multiple of this number
-    has a snapshot, and a plateau of stop.metric ends the run only at such a step."""
+    """With interval=auto: most steps between snapshots. Every step whose number is a
+    multiple of it has a snapshot, and a plateau of stop.metric ends the run only at
+    such a step."""
     storage_interval: int = 50
     """Steps from one checkpoint in storage to the next; 0: only the last step."""
     storage_keep: int = 3

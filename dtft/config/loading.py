@@ -208,8 +208,8 @@ def parse_experiment(
 def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
     """Returns the command-line words with old names of optimizer keys replaced.
 
-    Prints a warning to stderr for each old name (see `renamed_fields`). `default` is
-    the config's experiment.
+    Prints a warning to stderr for each old name, such as `debias_max`. `default` is the
+    config file's experiment.
     """
     former = getattr(default.optim, "former_fields", {})
     found = list(words)
@@ -289,7 +289,7 @@ def to_json(experiment: Experiment) -> str:
     texts.
 
     Raises:
-        ValueError: the data is missing (see `DataConfig.identity`).
+        ValueError: the data, whose identity is part of the text, is missing.
     """
     plain = {
         "schema": SCHEMA,

@@ -334,7 +334,11 @@ class MaxAdaBeliefConfig(OptimConfig):
         return average_params(params, count, axis_name, every, algorithm=algorithm)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the Max-AdaBelief transform; see `OptimConfig.scale`."""
+        """Makes the Max-AdaBelief transform from gradient to direction.
+
+        The direction is the update before weight decay and learning rate. With
+        `sync.moments` set, the transform exchanges moments over the axis `axis_name`.
+        """
         from dtft.optim import max_belief_phases, scale_by_max_belief
 
         numbers = (self.b1, self.b2, self.eps, self.eps_root)
@@ -376,7 +380,11 @@ class AdamWConfig(OptimConfig):
         _decays(b1=self.b1, b2=self.b2)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the Adam transform; see `OptimConfig.scale`."""
+        """Makes the Adam transform from gradient to direction.
+
+        The direction is the update before weight decay and learning rate. `axis_name`
+        is not used.
+        """
         del axis_name
         import optax
 
@@ -399,7 +407,11 @@ class SGDConfig(OptimConfig):
         _decays(momentum=self.momentum)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the momentum transform; see `OptimConfig.scale`."""
+        """Makes the momentum transform from gradient to direction.
+
+        The direction is the update before weight decay and learning rate. `axis_name`
+        is not used.
+        """
         del axis_name
         import optax
 
@@ -422,7 +434,9 @@ def _decays(**values: float) -> None:
 class ShampooConfig(OptimConfig):
     """Settings of Shampoo with grafting (dtft.optim.shampoo).
 
-    Each leaf's direction gets the norm of the leaf's Max-AdaBelief direction.
+    The left and right statistics of a block of a matrix are decayed sums of G G^T and
+    G^T G over its gradients G. Each leaf's direction (its update before the learning
+    rate) gets the norm of the leaf's Max-AdaBelief direction.
     """
 
     short_name: ClassVar[str] = "shampoo"
@@ -497,14 +511,18 @@ class ShampooConfig(OptimConfig):
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether each replica has statistics of its local gradient (see `wire`)."""
+        """Whether each replica has statistics of its own gradient, and exchanges them.
+
+        True unless `wire` is "none".
+        """
         return self.wire != "none"
 
     def check_mesh(self, tensor: int) -> None:
         """Checks that the optimizer works on a mesh whose axis `tensor` has this size.
 
         Raises:
-            ValueError: statistics are exchanged (`wire`), and `tensor` is above 1.
+            ValueError: statistics are exchanged (`wire` is not "none"), and `tensor` is
+                above 1.
         """
         if self.reduces_itself and tensor > 1:
             raise ValueError(
@@ -514,13 +532,15 @@ class ShampooConfig(OptimConfig):
             )
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the Shampoo transform; see `OptimConfig.scale`.
+        """Makes the Shampoo transform from gradient to direction.
 
-        With an axis the direction is that of the mean gradient over the axis, and the
-        statistics are of the local gradients.
+        The direction is the update before weight decay and learning rate. With an axis
+        the direction is that of the mean gradient over the axis, and the statistics are
+        of the local gradients.
 
         Raises:
-            ValueError: `axis_name` is given, but statistics are not exchanged (`wire`).
+            ValueError: `axis_name` is given, but statistics are not exchanged, because
+                `wire` is "none".
         """
         from dtft import optim
 

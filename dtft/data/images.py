@@ -256,7 +256,12 @@ class ImageFiles:
         return len(self._names)
 
     def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
-        """Reads image and label; `entropy` seeds the crop and flip of a training row.
+        """Reads image and label of a sample.
+
+        Args:
+            sample: the number of the file, from 0.
+            entropy: the experiment's seed and the row's global index, which decide the
+                crop and flip of a training row.
 
         Raises:
             ValueError: the file is missing, may not be read or is no image; the text

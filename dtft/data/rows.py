@@ -353,8 +353,12 @@ class Datasets:
 
 
 def make_datasets(config: DataConfig, seed: int) -> Datasets:
-    """Loads the data of `config`; `seed` decides the order of the training rows, and
-    the random crops of images."""
+    """Loads the training and test set that a data config describes.
+
+    Args:
+        config: the data config.
+        seed: seed of the order of the training rows, and of the random crops of images.
+    """
     train, test = config.load()
     return Datasets(
         train=Source(train, shuffle_seed=seed),

@@ -61,11 +61,11 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
 def agents(
     faulted: Path, injected: Sequence[InjectedFault]
 ) -> dict[str, dict[str, Any]]:
-    """Maps each host to the longest call of its agent's event loop (`longest_call`).
+    """Maps each host to the longest call of its agent's event loop.
 
-    Time in which a fault had stopped the agent does not count. The calls are read from
-    the file `loop-HOST.json`, which an agent writes when it ends. A host whose file is
-    missing or unreadable is left out.
+    `longest_call` describes the fields of a call. Time in which a fault had stopped the
+    agent does not count. The calls are read from the file `loop-HOST.json`, which an
+    agent writes when it ends. A host whose file is missing or unreadable is left out.
 
     Args:
         faulted: directory of the run with faults.
@@ -126,10 +126,10 @@ def longest_call(
 
 
 def interruption_lines(record: dict[str, Any]) -> list[str]:
-    """Formats a record's faults that last, such as stops and pauses, one per line.
+    """Formats the faults of a drill's record that last, such as stops, one per line.
 
-    A further line has the longest event-loop call of all agents. Each leftover of the
-    run on the machine, such as a process, has a line too.
+    `record` is that of `judge`. A further line has the longest event-loop call of all
+    agents. Each leftover of the run on the machine, such as a process, has a line too.
     """
     said = []
     for entry in record["faults"]:
@@ -277,8 +277,9 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
         events: events of the faulted run.
 
     Returns:
-        The fields of each event "resized", and: `hosts`: the numbers of hosts before
-        and after. `control_root`: the digest over the undisturbed run's state at the
+        The fields of each event "resized" (such as `step`, the restored step, and
+        `leaves`, the number of leaves), and: `hosts`: the numbers of hosts before and
+        after. `control_root`: the digest over the undisturbed run's state at the
         restored step; None if the faulted run had changed its mesh before, or if the
         undisturbed run did not commit the step. `bit_exact`: whether the digests of the
         committed state, of the restored state and, if known, of the undisturbed run's
@@ -579,8 +580,11 @@ def _recoveries(
 
 
 def _gap_s(recovery: dict[str, Any], events: Events) -> float | None:
-    """Computes the seconds from the last commit before a recovery to the first after
-    it; None if there is no such commit."""
+    """Computes the seconds between the commits before and after a recovery.
+
+    These are the last commit before its detection and the first after its end. Returns
+    None if one of them is missing.
+    """
     times = [event["time"] for event in events if event["event"] == "commit"]
     before = [time for time in times if time <= recovery["detected"]]
     after = [time for time in times if time >= recovery["ended"]]

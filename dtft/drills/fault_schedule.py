@@ -15,13 +15,14 @@ STEADY = (
 )
 """Kinds of faults that do not change the job's number of replicas."""
 _MOMENTS = (None, None, None, "compute", "collective", "replicate", "commit", "export")
-"""Phases of a step in which a fault may strike, equally likely; None: a random moment
-of the step."""
+"""Phases of a step in which a fault may strike, each entry equally likely; None: a
+random moment of the step."""
 _SECONDS = (2, 3, 5, 8, 12, 20, 30)
 _FOR_EVER = 0.2
 """Probability that a stop or a cut has no end."""
 _DURING_RECOVERY = 0.35
-"""Probability that a fault strikes during the recovery from the previous fault."""
+"""Probability that a fault after the first strikes during the recovery from the
+previous fault, if its kind is in `_WITH_PHASE`."""
 _WITH_PHASE = ("kill-host", "kill-trainer", "kill-leader", "kill-spare", "stop-host")
 """Kinds of faults that may be given one of `_MOMENTS`, or the phase "recovery"."""
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 CLOSING_S = 120.0
 """Seconds that a drill may take beyond the time limits of its two runs."""
 MEMORY_MIB = 512
-"""Size of the shared memory of an episode's hosts together."""
+"""Size in MiB of the memory file system that all hosts of an episode share."""
 _MARK = ".soak"
 """Name of the folder in the run directory that a soak locks. The drill of each episode
 locks the run directory itself."""
@@ -52,8 +52,8 @@ _UNRECORDED = {
     "deadline": 180.0,
     "rejoin": 3.0,
 }
-"""Settings that files of soaks before 2026-11-27 lack, with the values that count
-there. They also lack `kinds`, which is then not compared."""
+"""Settings that files of soaks before 2026-11-27 lack, with the values that those soaks
+had. Their files also lack `kinds`, which is then not compared."""
 
 Episode = dict[str, Any]
 """Record of one episode; see `judged_episode`."""
@@ -253,8 +253,8 @@ def judged_episode(
         The record. `passed`: whether the drill's checks hold and no log has an
         unexpected traceback, even if the job ended before some faults. `expects_bits`:
         whether the final state must equal that of the undisturbed run bit for bit.
-        `wrong`: whether the job ended with another state, step or samples. `hung`:
-        whether the job did not end in time.
+        `wrong`: whether the job ended normally but with another state, step or samples
+        than it must. `hung`: whether the job did not end in time.
     """
     expects_bits = not (record["resized"] or record["shares"])
     curve = record.get("loss_curve", {"within_tolerance": False})

@@ -55,8 +55,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, view: View) -> "Surroundings":
-        """Reads the assignment of slots and the failure domains from a view of the
-        store."""
+        """Reads the assignment of slots and the failure domains from a view."""
         domains, _ = known_domains(view.hosts.values())
         level = view.assignment.spread.level if view.assignment else "host"
         hosts = list(view.hosts)
@@ -73,11 +72,10 @@ class Surroundings:
         return self.assignment.spread.domains if self.assignment else ()
 
     def placed_on(self, layout: Layout | None) -> tuple[str, ...]:
-        """Returns the failure domain of each slot (`placed`) if they fit `layout`, else
-        ().
+        """Returns `placed`, the domain of each slot, if it fits the layout; else ().
 
-        Returns () if the number of slots is not that of `layout`, or if `layout` is
-        None.
+        Returns () if `placed` and `layout` differ in the number of slots, or if
+        `layout` is None.
         """
         fits = layout is not None and layout.mesh.num_slots == len(self.placed)
         return self.placed if fits else ()
@@ -89,10 +87,11 @@ class Surroundings:
             layout: layout of the job's state (its mesh and arrays); None if unknown.
 
         Returns:
-            The requested copies, the effective copies (in separate domains), and why
-            the numbers differ ("" if not). (0, 0, "") if no slot has been assigned yet,
-            the layout is unknown or has another number of slots, or the host of a slot
-            is not registered.
+            The requested number of copies; in how many separate domains the slice with
+            the fewest has copies, at most the requested number; and why the numbers
+            differ ("" if not). (0, 0, "") if no slot has been assigned yet, the layout
+            is unknown or has another number of slots than the assignment, or the host
+            of a slot is not registered.
         """
         now = self.assignment
         if now is None or layout is None or layout.mesh.num_slots != len(now.slots):
@@ -107,13 +106,17 @@ class Surroundings:
 def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
     """Chooses the failure domains over which copies are spread.
 
-    Copies that hosts have in memory already are not considered. If no host has a domain
-    label, each slot is its own domain.
+    These are the domains of the widest level (power, rack) with at least `copies`
+    domains, or else of the level "host". Copies that hosts have in memory already are
+    not considered. If no host has a domain label, each slot is its own domain.
 
     Args:
         slots: the host of each slot.
         domains: failure domains of all hosts.
         copies: requested number of copies of every slice.
+
+    Returns:
+        `copies`, the chosen level and each slot's domain at this level.
     """
     if not domains.levels:
         return Spread(copies=copies)
@@ -139,7 +142,8 @@ def next_spread(
         slots: the host of each slot in the new assignment.
         domains: failure domains of all hosts.
         copies: requested number of copies of every slice.
-        keep: whether the copies in the hosts' memory are used further.
+        keep: whether the new assignment restores its state from the copies in memory,
+            which then stay where they are.
     """
     if keep and previous is not None and len(previous.slots) == len(slots):
         return previous.spread
@@ -200,7 +204,7 @@ def shortfall(
     slots: Sequence[str],
     domains: FailureDomains,
 ) -> tuple[int, str]:
-    """Computes how many copies of every slice are in separate failure domains.
+    """Computes in how many separate failure domains every slice has copies.
 
     A level of failure domains is "power", "rack" or "host". Domains are those of the
     level over which copies are spread. If this level is "host" although hosts have
@@ -214,8 +218,8 @@ def shortfall(
         domains: the failure domains of all hosts.
 
     Returns:
-        The smallest number over all slices, at most `spread.copies`; and a warning if
-        this number is below `spread.copies`, else "".
+        The number of domains of the slice with the fewest, at most `spread.copies`; and
+        a warning if this number is below `spread.copies`, else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

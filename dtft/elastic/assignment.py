@@ -3,8 +3,8 @@
 A formation is one assignment of hosts to the job's slots, with one trainer per slot.
 `fill_slots` assigns hosts to slots; `seat` does so when the number of slots may change.
 `next_epoch` numbers the formations. An incarnation names one start of a host's agent
-(see `process_of`). A replica group is the smallest set of hosts that
-together hold whole copies of the model: one copy, or as many copies as one host holds.
+(see `process_of`). A replica group is the smallest set of hosts that together hold
+whole copies of the model: one copy, or as many copies as one host holds.
 `choose_slots` chooses the number of slots of a formation, `size_for` computes the
 number of slots for a requested number of replicas, and `resized` computes the state's
 layout for another number of replicas.
@@ -31,7 +31,7 @@ class HostRecord:
     host: str
     """Name, unique in the job."""
     address: str
-    """host:port of the host's transport."""
+    """host:port at which the host's agent accepts connections from other agents."""
     incarnation: str
     """PROCESS.NUMBER. PROCESS differs for every start of the agent, NUMBER for every
     registration of one agent process."""
@@ -99,8 +99,8 @@ class SlotAssignment:
     """None for the first assignment of a job. 0 if the trainers of the remaining hosts
     keep their processes and the state is in memory. Otherwise where the recovery found
     the state: 1 in each host's own memory, 2 also in peers' memory, 3 in storage or the
-    initial state. With divided copying (`AgentConfig.share`) the rung is 1 if every
-    slot's host has copies."""
+    initial state. With `AgentConfig.share` "divided", where a host copies only some of
+    its slices, the rung is 1 if every slot's host has copies of the step."""
     reason: str
     """Why the slots were assigned anew, for messages."""
     spread: Spread = field(default_factory=Spread)
@@ -293,7 +293,10 @@ class ReplicaGroups:
 
     @classmethod
     def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
-        """Computes the groups of a running job from the layout of its state."""
+        """Reads these numbers from the layout of a running job's state.
+
+        `limits` has the batch axes and the parts of their rows, which decide `parts`.
+        """
         mesh = layout.mesh
         sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
         others = [axis for axis in limits.batch_axes if axis != REPLICA_AXIS]
@@ -335,7 +338,7 @@ class ReplicaGroups:
 
 
 def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
-    """Returns the size of a job for a requested number of replicas, if it is allowed.
+    """Returns the numbers of replicas and slots of a job that is resized on request.
 
     Args:
         replicas: the requested number of replicas.
@@ -418,8 +421,10 @@ def resized(layout: Layout, replicas: int) -> Layout:
 
 
 def _outermost(mesh: MeshLayout) -> int:
-    """Returns the size of the replica axis; 0 without such an axis, or if an axis
-    before it has a size above 1."""
+    """Returns the size of the replica axis; 0 if it is not the outermost.
+
+    The result is 0 without a replica axis, and if an axis before it has a size above 1.
+    """
     for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
         if name == REPLICA_AXIS:
             return size
@@ -457,17 +462,17 @@ def choose_slots(
 ) -> int:
     """Chooses the number of slots for the next assignment of hosts.
 
-    The candidates are, in this order:
+    The candidates are these numbers of slots, in this order:
 
     1. `wanted`;
-    2. the smaller sizes that `limits` allows, largest first. There are none if `groups`
-       is None, or if `limits.min_replicas` is 0;
-    3. the size of the newest commit, so that a failed growth does not end the job.
+    2. the smaller numbers that `limits` allows, largest first. There are none if
+       `groups` is None, or if `limits.min_replicas` is 0;
+    3. `committed`, so that a failed growth does not end the job.
 
-    Candidates in `unfit` are left out. If no candidate is left, the size of the newest
-    commit is the only candidate (`wanted` without a commit). The result is the first
-    candidate of at most `available` slots. If every candidate needs more slots, the
-    result is the smallest candidate, and the job waits for hosts.
+    Candidates in `unfit` are left out. If no candidate is left, `committed` is the only
+    candidate (`wanted` without a commit). The result is the first candidate of at most
+    `available` slots. If every candidate needs more slots, the result is the smallest
+    candidate, and the job waits for hosts.
 
     In the examples there are two hosts for three wanted slots. The job continues with
     two slots if the newest commit has two; otherwise it waits for a third host.
@@ -479,7 +484,8 @@ def choose_slots(
         groups: replica groups of the running job; None if no live host knows its
             layout.
         limits: the job's size limits.
-        unfit: numbers of slots that are excluded, because the job failed with them.
+        unfit: numbers of slots that are excluded, because the job could not be restored
+            or trained with them.
 
     >>> choose_slots(wanted=3, committed=2, available=2, groups=None,
     ...     limits=SizeLimits())

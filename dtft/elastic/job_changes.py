@@ -24,7 +24,7 @@ class ChangeRefused(ValueError):
 def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
     """Changes the number of replicas; returns once the job trains with it.
 
-    The store keeps the requested number.
+    The requested number is kept in the store, so it outlasts a change of the leader.
 
     Args:
         observer: the job's observer, which knows the job's secret.
@@ -54,9 +54,10 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
 def drain(observer: Observer, host: str, limit_s: float) -> dict[str, Any]:
     """Makes a host leave the job; returns once the job trains without it.
 
-    If the host has a slot, another host takes the slot at the next commit. The other
-    trainers keep their processes, as after a loss. The host's agent ends once its
-    copies are not needed any more.
+    If the host has a slot, the job is formed anew at the next commit: a spare takes the
+    slot, or the job shrinks if it has no spare and may shrink (`--min-replicas`). With
+    hot swap the other trainers keep their processes, as after a loss. The host's agent
+    ends once a step is committed without the host.
 
     Args:
         observer: the job's observer, which knows the job's secret.
@@ -72,8 +73,8 @@ def drain(observer: Observer, host: str, limit_s: float) -> dict[str, Any]:
     Raises:
         ChangeRefused: the job has no such host, or serves processes that its user
             starts.
-        RuntimeError: no other host can take the slot, the job has ended, or the change
-            failed or was late; the message has the reason.
+        RuntimeError: the job cannot train without the host, the job has ended, or the
+            change failed or was late; the message has the reason.
     """
     if observer.is_served:
         raise ChangeRefused(change_refusal(observer.job))
@@ -98,7 +99,7 @@ def _changed(
 
     Raises:
         ChangeRefused: the leader refuses the change.
-        RuntimeError: the change failed or was late.
+        RuntimeError: the job has ended, or the change failed or was late.
     """
     end = time.monotonic() + limit_s
     why = ""

@@ -255,7 +255,7 @@ class FollowerLinks:
     """The connections from other hosts, which follow this host as the leader.
 
     Hosts may connect before this host leads. There is at most one connection for each
-    host; a later one replaces an earlier one.
+    host; a later connection of a host replaces its earlier one.
     """
 
     def __init__(
@@ -394,7 +394,7 @@ class FollowerLinks:
         self._prove(link.record, PROOF_TRIES)
 
     def _prove(self, record: HostRecord, tries: int) -> None:
-        """Tries a host's port until the port refuses or `tries` attempts are used up.
+        """Connects to a host's port until the port refuses, at most `tries` times.
 
         Calls `on_dead` if the port refuses. Stops once the host has connected again.
         """

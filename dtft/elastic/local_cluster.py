@@ -103,7 +103,7 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """One job on this machine: a private etcd and the agents."""
+    """One job on this machine: a private etcd, and the agent of each host."""
 
     def __init__(self, options: ClusterOptions) -> None:
         """Makes the run directory and the secret file; starts no process."""
@@ -126,7 +126,7 @@ class LocalCluster:
         self._stop_recorded = False
 
     def start(self) -> None:
-        """Frees the memory of dead agents, starts etcd, then every agent.
+        """Removes memory that dead agents have left, starts etcd, then every agent.
 
         Raises:
             ValueError: etcd does not start; the message has the reason.
@@ -242,8 +242,7 @@ class LocalCluster:
                 self._closed.wait(ASK_AGAIN_S if self._stop_recorded else 0.1)
 
     def poll(self) -> dict[str, int]:
-        """Maps the name of each host whose agent has ended to the agent's return
-        code."""
+        """Returns the return codes of the agents that have ended, by host name."""
         agents = list(self.agents.items())  # another thread may kill hosts
         codes = {name: agent.poll() for name, agent in agents}
         return {name: code for name, code in codes.items() if code is not None}
@@ -275,7 +274,7 @@ class LocalCluster:
     # ---------------------------------------------------------------- observing
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the events that the leaders of this job have logged."""
+        """Returns the events that leaders have logged since this object was made."""
         return read_events(self.options.run_directory)[self.first_event :]
 
     def progress(self) -> StopProgress:
@@ -317,7 +316,8 @@ class LocalCluster:
     def result(self) -> dict[str, Any] | None:
         """Returns the leader's record of the job's end; None if none is found.
 
-        The record is read from the event log, or else from the store.
+        The record has "status" ("done", "stopped" or "error"), "step", "message" and
+        "code" (exit code). It is read from the event log, or else from the store.
         """
         ends = [event for event in self.events() if event["event"] == "end"]
         if ends:
@@ -488,7 +488,7 @@ def _to_the_end(cluster: LocalCluster, asked: StopAsked, stop_s: float) -> int:
 def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
     """Tries to export the newest step in memory; prints which steps are lost.
 
-    The caller then ends the cluster.
+    Exports nothing if storage has the newest commit. The caller then ends the cluster.
 
     Args:
         cluster: the cluster.
@@ -559,7 +559,10 @@ def _exported(
 
 
 def _outcome(cluster: LocalCluster) -> int:
-    """Prints how the job ended and what storage has; returns the exit code."""
+    """Prints how the job ended, and the stored step if later steps are lost.
+
+    Returns the exit code of the command.
+    """
     result, progress = cluster.result(), cluster.progress()
     newest = max(progress.committed, progress.recorded)
     where = cluster.options.storage_directory

@@ -52,7 +52,7 @@ def presses(signals: Sequence[tuple[float, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StopProgress:
-    """A job's progress, as the launching process reads it.
+    """A job's progress, as the process that launched its local cluster reads it.
 
     The progress is read without a call to the store or the leader.
     """

@@ -34,8 +34,9 @@ def average_params(
         count: number of updates made, int32, equal on all replicas.
         axis_name: the replica axis; None for a single replica.
         every: the period in updates; 1 averages at every update, 0 only on command.
-        algorithm: how arrays are reduced, see `dtft.collectives`.
-        sync: a value other than 0 commands the average, see `sync_moments`.
+        algorithm: all-reduce algorithm of `dtft.collectives`; "native" is XLA's.
+        sync: int32 scalar, equal on all replicas; a value other than 0 commands the
+            average. None commands nothing.
 
     Raises:
         ValueError: `every` is not a Python int of 0 or more, the algorithm is unknown,
@@ -78,7 +79,7 @@ def where_due(
         tree: this replica's arrays.
         axis_name: the replica axis; None for a single replica.
         op: "mean" or "max" over the replicas.
-        algorithm: how arrays are reduced, see `dtft.collectives`.
+        algorithm: all-reduce algorithm of `dtft.collectives`; "native" is XLA's.
     """
 
     def exchange(own: Any) -> Any:

@@ -80,9 +80,9 @@ class MomentSync(NamedTuple):
     ) -> tuple[optax.Updates, SyncState]:
         """Makes one update in mode "operands", from moments reduced over the replicas.
 
-        A moment that is not reduced at this update is the one of its last reduction, so
-        the update is equal on all replicas. The moments in the state stay those of this
-        replica's gradients.
+        For a moment that is not reduced at this update, the result of its last
+        reduction is used, so the update is equal on all replicas. The moments in the
+        state stay those of this replica's gradients.
 
         Args:
             updates: this replica's gradients.

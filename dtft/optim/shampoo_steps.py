@@ -50,8 +50,8 @@ class ScaleByShampooState(NamedTuple):
     graft: ScaleByMaxBeliefState
     """State of Max-AdaBelief; Shampoo preconditions the first moment `mu`."""
     statistics: Any
-    """A tree like the parameters: `Factors` L and R; None for leaves that are complex
-    or not matrices (`blocks_of`)."""
+    """A tree like the parameters: `Factors` L and R; None for leaves that are complex,
+    or not matrices after all dims but the last are merged."""
     roots: Any
     """Inverse roots of `statistics`, as last computed, in a tree of the same structure;
     identities before the first computation."""

@@ -24,10 +24,10 @@ class Batch:
     arrays: Arrays
     """Global arrays, either sharded or in host memory for the step to shard."""
     rows: list[int]
-    """Global row indices that this process owns (see `local_parts`). Each row has one
-    owner."""
+    """Global indices of the rows that this process owns. Each row has one owner: if
+    several devices read a row, the process of the first of them in mesh order."""
     ids: list[int]
-    """For each of `rows` the number of its sample in the data set."""
+    """For each row of `rows` the number of its sample in the data set."""
 
 
 class Prepared:

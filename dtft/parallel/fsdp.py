@@ -47,8 +47,9 @@ class Gathering:
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
         """Returns a program that gathers its divided arguments before they are used.
 
-        Each equation that reads a divided argument gets its own gather, which
-        `_Level.add` places.
+        Each equation that computes with a divided argument gets its own gather. The
+        gather is inside the body of a call, or of a scan over the argument's first dim.
+        Casts, slices and squeezes of a device's own shards run before the gather.
 
         Args:
             program: a traced loss.
@@ -83,8 +84,9 @@ class Gathering:
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
         """Returns a jaxpr that gathers its divided arguments before they are used.
 
-        Each equation that reads a divided argument gets its own gather, which
-        `_Level.add` places.
+        Each equation that computes with a divided argument gets its own gather. The
+        gather is inside the body of a call, or of a scan over the argument's first dim.
+        Casts, slices and squeezes of a device's own shards run before the gather.
 
         Args:
             jaxpr: the program itself, or the body of a call in the program.

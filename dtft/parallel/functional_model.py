@@ -30,8 +30,9 @@ class FunctionalModel:
     init: Callable[[], State]
     """Function that makes `{"params", "statistics"}` at step 0."""
     losses: Callable[[State, dict[str, jax.Array], bool], tuple[Metrics, Any]]
-    """Function `(read, batch, training)` that returns loss and metrics of each row [B]
-    or each token [B, T], and the new running statistics."""
+    """Function `(read, batch, training)`, with `read` the parameters and statistics. It
+    returns the loss and metrics of each row [B] or each token [B, T], and the new
+    running statistics."""
     abstract: State
     """Shapes and dtypes of the result of `init`."""
     num_padding: int = 0

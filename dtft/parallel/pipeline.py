@@ -276,8 +276,8 @@ def pipelined_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`, with several stages.
 
     Raises:
-        ValueError: the experiment cannot run with stages (`check_stages`), or the model
-            is not supported (`in_stages`).
+        ValueError: the model, optimizer, batch or mesh does not allow stages: the
+            model's layers are not equal, or it keeps running statistics, for example.
     """
     check_stages(experiment, MeshConfig(**mesh.shape))
     layers = experiment.model.layers

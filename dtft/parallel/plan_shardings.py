@@ -75,7 +75,8 @@ def sharding_tree(
         host: paths of leaves that are kept in host memory.
 
     Raises:
-        ValueError: a leaf does not fit the plan; the message names its path.
+        ValueError: the paths are not those of `specs`, or a leaf cannot be divided by
+            its spec; the message names the path.
     """
     leaves = to_paths(like)
     _check_paths(what, leaves, specs)
@@ -166,8 +167,9 @@ def constrained(
 
     Args:
         fn: a function from trees of arrays, by position, to a tree of arrays.
-        constraints: map from the number of an operator of `fn`'s program to the spec of
-            its first result, without the dim that a surrounding loop adds.
+        constraints: map from the number of an operator of `fn`'s program (its position
+            in `dtft.planner.ir.operators`) to the spec of its first result, without the
+            dim that a surrounding loop adds.
         mesh: a mesh with the axes of the specs.
 
     Raises:

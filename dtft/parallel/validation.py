@@ -13,9 +13,9 @@ from dtft.parallel.row_assignment import sharing_of
 
 
 def check_input(experiment: Experiment, **cluster: Any) -> None:
-    """Checks that an experiment fits a cluster, as `check_experiment` does.
+    """Runs `check_experiment`; raises its ValueError as a ConfigError.
 
-    `cluster` has the other arguments of `check_experiment`.
+    `cluster` has the arguments `hosts`, `devices_per_host` and `memory_tier`.
 
     Raises:
         ConfigError: the experiment does not fit the cluster.
@@ -249,7 +249,8 @@ def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) ->
 
     Raises:
         ValueError: the job cannot shrink to this number; the message lists the allowed
-            numbers. Or so few replicas cannot share the batch (`sharing_of`).
+            numbers. Or, with load balancing, so few replicas cannot take all
+            microbatches.
     """
     least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
     parts = mesh.fsdp * row_parts(experiment)

@@ -153,7 +153,11 @@ def place(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedTasks:
-    """A program's tasks with their seconds on the nodes of a cluster."""
+    """A program's tasks with their seconds on the nodes of a cluster.
+
+    `tasks` includes the backward tasks, if they were asked for. `made` has the
+    operators of each forward task.
+    """
 
     tasks: Tasks
     nodes: Nodes

@@ -1,10 +1,11 @@
 """Heuristics of placement: greedy rules, baselines, then moves of single tasks.
 
-The greedy rule is earliest finish in the order of upward ranks (HEFT), on all nodes and
-on only the faster nodes, or with each kind of tasks on its fastest node type. The
-baselines are all tasks on one node, contiguous stretches of the program, and random
-nodes. The baselines are candidates too, so the result is never slower than a baseline.
-The search is deterministic.
+The greedy rule (HEFT) takes the tasks in the order of upward rank (the longest path in
+seconds from a task to the end of the program), and places each where it ends first. It
+runs on all nodes, on only the faster nodes, and with each kind of tasks on its fastest
+node type. The baselines are all tasks on one node, contiguous stretches of the program,
+and random nodes. The baselines are candidates too, so the result is never slower than a
+baseline. The search is deterministic.
 """
 
 import itertools
@@ -204,11 +205,10 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """Returns for each item and node the first item at or after it that the node cannot
-    run.
+    """Returns for each item and node the next item that the node cannot run.
 
-    The shape is `[items + 1, nodes]`. The entry is the number of items if the node can
-    run all these items.
+    This is the item itself if the node cannot run it, and the number of items if the
+    node can run the item and all later items. The shape is `[items + 1, nodes]`.
     """
     num = len(seconds)
     places = np.where(np.isfinite(seconds), num, np.arange(num)[:, None])
@@ -265,8 +265,7 @@ seconds of a step; infinite if the placement is not allowed."""
 
 
 class Climb:
-    """Hill climbing over placements (node of each task) with a limited number of
-    tries."""
+    """Hill climbing over placements (node of each task), with a limit of tries."""
 
     def __init__(self, problem: Problem, step: Step, tries: int) -> None:
         """Prepares the moves; tries no placement yet.
@@ -406,8 +405,8 @@ def faster(problem: Problem) -> Iterator[list[int]]:
     """Yields lists of the faster nodes, which together have a kernel for every task.
 
     A list leaves out the nodes whose relative time is at or above a limit. The relative
-    time of a node is that of all tasks that it can run, divided by the time of the same
-    tasks on the fastest node of each (`_pace`).
+    time of a node is the seconds of all tasks that it can run, divided by the seconds
+    of the same tasks with each task on its fastest node (`_pace`).
 
     If the nodes have up to four distinct times, there is a list for each time but the
     least, with this time as the limit. With more times there is one list, and its limit
@@ -424,10 +423,11 @@ def faster(problem: Problem) -> Iterator[list[int]]:
 
 
 def _pace(problem: Problem) -> list[float]:
-    """Returns, for each node, the seconds of the tasks that it can run, divided by the
-    seconds of the same tasks on the fastest node of each task.
+    """Returns how many times slower each node is than the fastest node of each task.
 
-    The quotient is 1 or more. It is infinite for a node that can run no task.
+    For a node this is the seconds of all tasks that it can run, divided by the seconds
+    of the same tasks with each task on its fastest node. The quotient is 1 or more. It
+    is infinite for a node that can run no task.
     """
     best = problem.array.min(axis=1, keepdims=True).clip(1e-300)
     ratio = np.where(np.isfinite(problem.array), problem.array / best, np.nan)
@@ -465,8 +465,8 @@ class Found:
     baselines: dict[str, float]
     """Step seconds of each baseline that can run."""
     dropped: dict[str, float]
-    """Step seconds of greedy placements that leave out the slower nodes, by the names
-    of the nodes left out."""
+    """Step seconds of placements on only the faster nodes, each task where it ends
+    first. The keys are the names of the nodes left out, such as "cpu:0, cpu:1"."""
     speeds: Speeds
 
 
@@ -625,10 +625,10 @@ class Search:
         return None
 
     def _bytes_of(self, group: Sequence[int]) -> float:
-        """Returns the bytes of the arguments that a group of tasks reads, and of the
-        values that it makes.
+        """Returns the bytes of a group's values: arguments read, and values made.
 
-        Values that the group reads from other groups are not counted.
+        `group` has the indices of the group's tasks. Values that these tasks read from
+        other groups are not counted.
         """
         problem, inside = self.problem, set(group)
         values = {v for task in group for v in problem.made[task] + problem.read[task]}

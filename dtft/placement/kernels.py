@@ -34,8 +34,10 @@ PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Kernels of devices beside those in `DeviceType.kernels`, and operators that JAX
-    cannot lower for a platform."""
+    """Further kernels of devices, and operators that JAX cannot lower for a platform.
+
+    The kernels are additions to those that `DeviceType.kernels` lists.
+    """
 
     registered: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Map from a device type or platform to the operators with kernels: primitives,
@@ -109,10 +111,10 @@ def words_of_platform(platform: str) -> tuple[str, ...]:
 
 
 def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
-    """Returns the names by which `affinity` may name a node, the place of an operator.
+    """Returns the names by which `affinity` may name a node.
 
-    These are the node's own name, its device type's and its platform's. The first part
-    of the device type's name is a name too.
+    These are the node's own name, its device type's and its platform's. The part of the
+    device type's name before the first "-" is a name too.
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> places_of("fpga-u280:0", device_type("fpga-u280"))
@@ -124,7 +126,7 @@ def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
 def pinned(
     affinity: Mapping[str, str], operator: Operator, nodes: Nodes
 ) -> frozenset[int] | None:
-    """Returns the nodes on which `affinity` allows an operator; None if it names none.
+    """Returns the nodes on which `affinity` allows an operator; None: it has no pin.
 
     An entry of `affinity` is a pin: it maps an operator's primitive, its kind, or a
     word of `CLASSES` such as "dense" to a node, device type or platform. The
@@ -197,8 +199,10 @@ def _check_form(kernels: Kernels) -> None:
 
 
 def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
-    """Raises a ValueError unless `lacking` maps JAX platforms to numbers of existing
-    operators."""
+    """Raises a ValueError unless `lacking` maps JAX platforms to operator numbers.
+
+    The numbers must be those of operators of the program, which has `num_operators`.
+    """
     platforms = [name for name in get_args(Platform) if name != "other"]
     for platform, operators in lacking.items():
         if platform not in platforms:

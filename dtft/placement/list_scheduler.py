@@ -73,8 +73,11 @@ class Held:
         self._times: dict[tuple[int, int], tuple[float, float]] = {}
 
     def add(self, value: int, node: int, begin: float, end: float) -> None:
-        """Extends the interval in which a node holds a value, to include `begin` to
-        `end`."""
+        """Extends the interval in which a node holds a value to include a time range.
+
+        The range is `begin` to `end`, in seconds. The first call for a value and node
+        makes the interval.
+        """
         first, last = self._times.get((value, node), (begin, end))
         self._times[value, node] = min(first, begin), max(last, end)
 
@@ -168,8 +171,10 @@ def schedule(
 
 
 class _State:
-    """State of the simulation by `schedule`: busy times of nodes and network ports, and
-    memory of nodes."""
+    """State of the simulation of `schedule`, to which tasks are added one by one.
+
+    It has the busy times of nodes and network ports, and the memory of nodes.
+    """
 
     def __init__(self, problem: Problem, among: Sequence[int] | None) -> None:
         self.of = problem
@@ -250,8 +255,10 @@ class _State:
         return ways
 
     def has_room(self, task: int, node: int) -> bool:
-        """Returns whether a task's outputs, and the inputs that a node lacks, fit into
-        the free memory of the node."""
+        """Whether a node has enough free memory to run a task.
+
+        The task needs memory for its outputs, and for the inputs that the node lacks.
+        """
         of = self.of
         more = of.made_bytes[task]
         for value in of.read[task]:
@@ -289,8 +296,7 @@ class _State:
         self._keep(task, node, end)
 
     def _keep(self, task: int, node: int, end: float) -> None:
-        """Adds a task's outputs to its node's memory; frees values without further
-        readers.
+        """Adds a task's outputs to its node's memory; frees values no longer needed.
 
         `end` is the time in seconds at which the task ends.
         """
@@ -313,8 +319,10 @@ class _State:
                 self.live[node] -= self.of.held_bytes[value]
 
     def _local(self, task: int, node: int) -> float:
-        """Returns the latest arrival time of the task's inputs that a node has; 0.0 if
-        the node has none."""
+        """Returns the latest arrival time, in seconds, of a task's inputs on a node.
+
+        Inputs that the node lacks are not counted. Returns 0.0 if the node has none.
+        """
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:

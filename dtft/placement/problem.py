@@ -1,6 +1,4 @@
-"""The placement problem: tasks on nodes as plain numbers, and a lower bound on the
-seconds of a step.
-"""
+"""The placement problem as plain numbers, and a lower bound on the seconds of a step."""
 
 from copy import copy
 
@@ -70,8 +68,10 @@ class Problem:
         self.capacity: list[float] = nodes.memory_bytes.tolist()
 
     def send_s(self, value: int, source: int, target: int) -> float:
-        """Computes the seconds of sending a value between two nodes while no port is
-        busy; 0 from a node to itself."""
+        """Computes the seconds of sending a value between two nodes through free ports.
+
+        The result is 0 from a node to itself.
+        """
         if source == target:
             return 0.0
         each = self.byte_s[source][target]

@@ -20,8 +20,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """An argument that tasks read, or a task's output that other tasks or the caller
-    read."""
+    """A value that passes between tasks: an argument, or a task's output.
+
+    Tasks or the caller of the program read the value. `producer` and `readers` are
+    indices of tasks.
+    """
 
     producer: int
     """Task that makes the value; -1 for an argument. An argument starts on the node of
@@ -38,10 +41,10 @@ class Passed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tasks:
-    """Tasks (operators, loops or layers), their seconds on each node, and the values
-    that pass between them.
+    """Tasks with their seconds on each node, and the values that pass between them.
 
-    The tasks are in an order in which they can be run one after another.
+    A task is an operator, a loop or a layer. The tasks are in an order in which they
+    can be run one after another.
     """
 
     names: tuple[str, ...]
@@ -51,8 +54,8 @@ class Tasks:
     """`[tasks, nodes]`; infinite where a node cannot run a task."""
     passed: tuple[Passed, ...]
     groups: tuple[int, ...] = ()
-    """Group number of each task; tasks of a group share a node. Default: one group per
-    task."""
+    """Group number of each task. Tasks of a group must be placed on one node. Default:
+    one group per task."""
     gradient_of: Mapping[int, int] = field(default_factory=dict)
     """Map from a part of a gradient (the contribution of one reader) to the value that
     the gradient is of, both as indices into `passed`. Parts made on one node are added
@@ -83,7 +86,11 @@ class Tasks:
 
     @property
     def together(self) -> list[list[int]]:
-        """The tasks of each group, which share a node; groups ordered by first task."""
+        """The tasks of each group (`groups`), which must be placed on one node.
+
+        A list of task indices for each group, ordered by the group's first task. A task
+        without partners is a group of its own.
+        """
         found: dict[int, list[int]] = {}
         for task, group in enumerate(self.groups):
             found.setdefault(group, []).append(task)
@@ -353,12 +360,12 @@ def tasks_of(
 def _intervals(
     graph: Graph, grain: Grain, together: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Divides the program into tasks; yields the first operator of each task, and the
-    operator after its last.
+    """Divides the program into tasks; yields the range of operators of each task.
 
-    Each loop and each pair of `together` is one task. With grain `block`, each of
-    several consecutive equal layers is one task too. If two of these tasks overlap,
-    they are merged. Every other operator is a task.
+    A range is the first operator of the task, and the operator after its last. Each
+    loop and each pair of `together` is one task. With grain `block`, each of several
+    consecutive equal layers is one task too. If two of these tasks overlap, they are
+    merged. Every other operator is a task.
 
     Raises:
         ValueError: a pair of `together` is not within the program.

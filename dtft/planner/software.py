@@ -18,8 +18,9 @@ class Software:
 
     name: SoftwareName
     fuses: bool = True
-    """Whether a compiler fuses cheap operators (`ir.fusion`). Otherwise the program
-    names its kernels itself, and each kernel reads and writes whole arrays."""
+    """Whether a compiler fuses cheap operators, by the rules of `ir.fusion`. Otherwise
+    each operator is a kernel of its own, which reads and writes whole arrays; reshapes
+    and other operators of kind `layout` are free."""
     sums_first: bool = False
     """Whether each device sums the gradients of its microbatches, and the sums are
     reduced over data axes once a step (below ZeRO level 2). Otherwise gradients are

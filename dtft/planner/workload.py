@@ -59,7 +59,9 @@ def arrays_of_experts(
 ) -> Arrays:
     """Finds the inputs and outputs of expert layers, each with its expert dim.
 
-    Returns a map from the set of dims of such an array to its expert dim.
+    An expert dim is a batch dim of a matmul whose weights have the dim, too: each index
+    of the dim has weights of its own. Returns a map from the set of dims of each input
+    and output of such matmuls to the expert dim.
 
     A mesh axis may divide both examples and experts. The axis then divides these arrays
     by expert and all other arrays by example. Examples are exchanged (all-to-all)
@@ -87,7 +89,7 @@ def arrays_of_experts(
 def _products(
     graph: Graph, parameters: Sequence[int], root: Callable[[int], int]
 ) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int], frozenset[int]]]:
-    """Finds the matmuls of a program in which one array has the dims of a parameter.
+    """Finds the matmuls in which exactly one array has the dims of a parameter.
 
     This array is an operand (the weights), or the result of a matmul that computes the
     gradient of weights. Dims that a loop iterates over are left out.
@@ -161,9 +163,10 @@ def gradients(question: "Workload") -> dict[int, str]:
     """Finds the values that are gradients of parameters, or terms of such a gradient.
 
     The search goes back from each updated parameter, through the update and through
-    element-wise and `layout` operators of the backward pass, to the results of other
-    operators of the backward pass. The search follows operands with as many elements as
-    the result; of a pad or concatenation it follows all operands.
+    element-wise and `layout` operators (such as reshapes and casts) of the backward
+    pass, to the results of other operators of the backward pass. The search follows
+    operands with as many elements as the result; of a pad or concatenation it follows
+    all operands.
 
     Args:
         question: the traced step.
@@ -209,7 +212,8 @@ def passes(graph: Graph) -> dict[int, int]:
 
     Reading a converted, transposed or sliced argument counts as reading the argument.
     An argument that a loop reads whole in every iteration counts as read in the forward
-    pass only, because it is kept for the loop of the backward pass.
+    pass only, because the array that was gathered for the forward pass is kept for the
+    loop of the backward pass.
 
     Args:
         graph: the graph of a step.
@@ -407,22 +411,29 @@ class Workload:
 
     @property
     def batch_size(self) -> int:
-        """The number that data axes must divide: of examples, unless a reshape splits
-        their dim; 0 if no batch leaf has more than one row."""
+        """The number of examples, or of groups of them, that data axes divide.
+
+        The product of the sizes of the data axes must divide it. It is the number of
+        examples. If a reshape splits their dim, it is the greatest common divisor of
+        the sizes that the dim has in the program. 0 if no batch leaf has more than one
+        row.
+        """
         dims = (self.graph.dims[dim] for dim in self.batch_dims)
         return math.gcd(*(size for dim in dims for size in dim.sizes))
 
     @cached_property
     def num_examples(self) -> int:
-        """The number of examples in a step: the rows (size of the first dim) of a batch
-        leaf; 0 if no batch leaf has more than one row.
+        """The number of examples in a step; 0 if no batch leaf has more than one row.
 
-        If batch leaves differ in their rows, the examples are those of the leaf whose
-        first dim the most operations of matmuls and other products have (without
-        products: of all operators). Of equal first dims, the one with the most rows
-        counts. If leaves with that first dim differ in their rows, because one of them
-        is flattened, the examples are the fewest rows. A first dim that indexes
-        positions, because another of these leaves has it as its second dim, comes last.
+        The rows of a leaf are the size of its first dim. If all batch leaves have
+        equally many, this is the number of examples. Otherwise one first dim is chosen:
+        the one in whose products (matmuls, convolutions and kernels) the program has
+        the most operations. A program without products is judged by all its operators.
+        Between dims with equal operations, the dim of the leaf with the most rows is
+        chosen. A first dim that a leaf with another number of rows has as its second
+        dim indexes positions, and is chosen only if there is no other. If leaves with
+        the chosen dim differ in rows, because one of them is flattened, the number of
+        examples is the fewest rows.
         """
         graph = self.program
         values = [graph.values[graph.inputs[path]] for path in self.paths("batch")]
@@ -454,7 +465,7 @@ class Workload:
     def is_batch_alike(self) -> bool:
         """Whether all batch leaves with dims have equally many rows.
 
-        Microbatches require this.
+        The rows of a leaf are the size of its first dim. Microbatches require this.
         """
         values = (self.graph.values[self.graph.inputs[p]] for p in self.paths("batch"))
         return len({value.shape[0] for value in values if value.shape}) < 2
@@ -497,11 +508,11 @@ class Workload:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rematerialized(self, remat: Remat) -> "Workload":
-        """Returns the same workload with parts of the loss recomputed (`remat`).
+        """Returns the workload with its loss rematerialized by the policy `remat`.
 
         Raises:
-            ValueError: the workload was made of the user's whole step, whatever `remat`
-                is.
+            ValueError: the workload was made from the user's whole step. The error is
+                raised for `none`, too.
         """
         if self.again is None:
             raise ValueError(
@@ -654,7 +665,7 @@ def of_loss(
 def _prepared(
     loss: Callable[..., tuple[jax.Array, Any]], remat: Remat, params: Any, batch: Any
 ) -> Callable[..., tuple[jax.Array, Any]]:
-    """Returns the loss with the rematerialization that `make_step` gives it.
+    """Returns the loss, rematerialized as `dtft.train.make_step` does.
 
     Args:
         loss: returns the loss and auxiliary values.

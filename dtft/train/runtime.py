@@ -140,7 +140,8 @@ class Runtime(Protocol):
     def takes(self, step: int) -> bool:
         """Whether the loop waits for the state of `step` and saves it.
 
-        Called at boundaries, see `should_save`.
+        Called at boundaries: steps after which a snapshot may be taken and the run may
+        end.
         """
         ...
 
@@ -159,15 +160,17 @@ class Runtime(Protocol):
         """Takes a snapshot of `state`, whose arrays are ready.
 
         `items` has the checkpoint's values that are not arrays. The next step donates
-        the arrays, so they must not be read after the return. Called at boundaries (see
-        `should_save`) for which `takes` is True, or at which the run may end.
+        the arrays, so they must not be read after the return. Called at boundaries
+        (steps after which a snapshot may be taken) for which `takes` is True, or at
+        which the run may have reached its goal.
         """
         ...
 
     def should_stop(self, step: int) -> bool:
         """Whether the run ends early after `step`; equal on all processes.
 
-        Called at boundaries, see `should_save`.
+        Called at boundaries: steps after which a snapshot may be taken and the run may
+        end.
         """
         ...
 

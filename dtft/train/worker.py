@@ -362,6 +362,7 @@ class AgentRuntime:
         it before it dispatches `step`.
 
         Raises:
+            LeaveOrdered: the agent has ordered this process to give up its slot.
             RuntimeError: a failure drill injects a failure at this step.
         """
         self._board.set("computing", step)
@@ -389,8 +390,11 @@ class AgentRuntime:
     def finished_step(self, step: int) -> None:
         """Reports to the agent that `step` is finished, before `save` is called for it.
 
-        Also measures the steps since the previous snapshot (`WindowClock`); the cost of
-        snapshots is computed from these times.
+        Also measures the steps since the previous snapshot; the cost of snapshots is
+        computed from these times.
+
+        Raises:
+            LeaveOrdered: the agent has ordered this process to give up its slot.
         """
         self._finished(step)
         stalls = self._manager.stalls_s
@@ -962,8 +966,8 @@ class ForPeople(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Writes at most PIPE_BUF bytes; returns how many were written.
 
-        If writing fails or would wait, drops the bytes and returns their number. The
-        first of several dropped lines is logged.
+        If writing fails or would wait, drops the bytes and returns their number. Logs a
+        warning if the write before was not dropped.
         """
         content = memoryview(data)
         try:

@@ -32,9 +32,9 @@ ITEM = "interval"
 """Name of the JSON item in which a step records its snapshot interval: the number of
 steps to the next snapshot. Only jobs with an automatic interval save this item."""
 MAX_ITEMS_BYTES = 3 << 20
-"""Largest size in msgpack of the items of a step, in bytes. A push sends them with the
-step's digests in one header of at most 16 MiB, and a host reports those of up to 4
-steps at a time."""
+"""Largest size in msgpack of the JSON items of a step, in bytes. A push sends the items
+with the step's digests in one header of at most 16 MiB, and a host reports the items of
+up to 4 steps at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class SaveArgs:
     """
 
     arrays: Mapping[str, jax.Array | np.ndarray]
-    """Maps leaf path to a ready global array, or to a numpy array that every process
-    has whole."""
+    """Maps leaf path to a global array that is already computed, or to a numpy array
+    that every process has whole."""
     items: Mapping[str, Any] = field(default_factory=dict)
     """JSON values saved beside the arrays, such as the data position, by name."""
     window: Window | None = None
@@ -122,8 +122,9 @@ class AgentCheckpointManager:
         """Sends the state's layout (mesh and leaves) to the agent, and maps the arena.
 
         The arena is memory that the agent shares with this process. The agent answers
-        with the arena's path and its restore order: the step to restore, and its source
-        (memory, storage, or the initial state instead of a step).
+        with its restore order. The order has the arena's path, the step to restore, and
+        the source of that step: memory or storage. It may also say that the job starts
+        from the initial state instead of a step.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -412,7 +413,7 @@ class AttachedMemory(AgentCheckpointManager):
 
         Args:
             attached: the link to the agent that has accepted this process.
-            slot: the index of this process, which is also its slot.
+            slot: the index of this process in the job, which is also its slot.
             chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
             directory: the directory of the storage tier.
 
@@ -493,11 +494,12 @@ class AttachedMemory(AgentCheckpointManager):
             super().take(message)
 
     def announce(self, layout: Layout) -> None:
-        """Sends the state's layout (mesh and leaves), as in the superclass.
+        """Sends the state's layout (mesh and leaves) to the agent, and maps the arena.
 
-        If the agent then orders a start from the initial state, no step counts as saved
-        or committed. The agent also orders such a start if the step in memory has
-        another layout.
+        The arena is memory that the agent shares with this process. If the agent
+        answers that the job starts from the initial state, no step counts as saved or
+        committed. The agent also answers so if the step in memory has another layout.
+        For the errors, see the superclass.
         """
         super().announce(layout)
         assert self._order is not None
@@ -545,8 +547,9 @@ class AttachedMemory(AgentCheckpointManager):
 
         Returns:
             A dict with `arena`, the path of the shared memory; `buffers`, the number of
-            each chunk's buffer, one byte per chunk; `digests` of each slice; `layout`
-            (mesh and leaves) as JSON; and `items`, the JSON values of the step.
+            each chunk's buffer, one byte per chunk; `digests`, for each slice 16 bytes
+            per chunk; `layout` (mesh and leaves) as JSON; and `items`, the JSON values
+            of the step.
 
         Raises:
             NotHeld: this host's agent does not hold the step.
@@ -701,8 +704,9 @@ class AttachedMemory(AgentCheckpointManager):
     def _detach(self) -> None:
         """Closes the link to the agent, and unmaps the memory that is shared with it.
 
-        Without the message of `leave` before, the agent reports that this process has
-        gone, if it had its slot already. Then the job's other processes do not wait.
+        Before this, `leave` tells the agent that this process leaves. If the agent was
+        not told and the process already had its slot, the agent reports that the
+        process has gone, so that the job's other processes do not wait for it.
         """
         self._attached.link.close()
         self._dialogue.close()

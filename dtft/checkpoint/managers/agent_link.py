@@ -132,7 +132,7 @@ def _trusted() -> tuple[int, int]:
 _LENGTH = struct.Struct("<I")
 _LARGEST = 256 << 20
 _READ_BYTES = 64 << 10
-"""Least number of bytes requested from the socket at once: usually whole messages."""
+"""Least number of bytes requested from the socket at once; most messages have fewer."""
 
 
 @contextlib.contextmanager
@@ -730,8 +730,8 @@ def _connect(path: Path) -> AgentLink:
 
 
 LAST_WORDS_S = 1.0
-"""Longest wait in seconds, after a failed send, for a message in which the agent gives
-the reason."""
+"""Longest wait in seconds, after a failed send, for a message in which the agent says
+why it has ended or has detached this process."""
 
 
 class AgentGone(RuntimeError):
@@ -840,7 +840,7 @@ class Dialogue:
         Raises:
             TimeoutError: `ready` did not return True in time.
             AgentGone: the agent has ended, or has detached this process.
-            Exception: the error of `interrupt`.
+            Exception: the error of `interrupt`, if the calling thread is interrupted.
         """
         limit_s = self.deadline_s if limit_s is None else limit_s
         thread = threading.current_thread()
@@ -861,7 +861,7 @@ class Dialogue:
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
-            Exception: the error of `interrupt`.
+            Exception: the error of `interrupt`, if the calling thread is interrupted.
         """
         with self.condition:
             self._raise_interruption()
@@ -878,7 +878,7 @@ class Dialogue:
         The thread sends queued messages in order.
 
         Raises:
-            Exception: the error of `interrupt`.
+            Exception: the error of `interrupt`, if the calling thread is interrupted.
         """
         with self.condition:
             self._raise_interruption()

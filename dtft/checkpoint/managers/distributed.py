@@ -194,7 +194,7 @@ def renumbered(
 def placed(
     record: Record, wanted: Mapping[str, RestoreTarget | None]
 ) -> dict[str, RestoreTarget | None]:
-    """Returns `wanted`, where array targets without a sharding get the saved sharding.
+    """Returns `wanted` with the saved sharding for array targets without a sharding.
 
     A target stays unchanged if its leaf was saved without a sharding, or if its item
     has a `RestoreTarget.fallback`: the sharding of all targets without a sharding.
@@ -386,7 +386,7 @@ class JobSteps:
     """
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
-        """Lists the directory, attaches to this host's agent and waits for the others.
+        """Lists the directory, attaches to this host's agent, waits for all processes.
 
         Args:
             directory: the directory of the storage tier.
@@ -665,9 +665,13 @@ class JobSteps:
     def wait_until_finished(self) -> None:
         """Waits until the step saved last is committed.
 
-        Waits also until a running write to storage has ended. Does not wait before a
-        first save has succeeded. Raises the errors of `check_for_errors`. Raises
-        TimeoutError if the wait takes longer than twice `storage_timeout_s`.
+        Waits also until a running write to storage has ended. Does not wait before the
+        first save.
+
+        Raises:
+            AgentGone: the agent has ended, or has detached this process.
+            StorageFailed: a write to storage failed.
+            TimeoutError: the wait took longer than twice `storage_timeout_s`.
         """
         if self._has_saved:
             self._flush(store=False)
@@ -675,8 +679,8 @@ class JobSteps:
 
     @property
     def _has_saved(self) -> bool:
-        """Whether this run has a step to wait for: saved by it or, after a first save
-        that failed, restorable from memory."""
+        """Whether there is a step to wait for: one that this run has saved or, after a
+        first save that failed, the step that could be restored at the start."""
         return self._layout is not None and self._memory.saved is not None
 
     def _flush(self, *, store: bool) -> str:
@@ -685,9 +689,12 @@ class JobSteps:
         return self._memory.flush(self._memory.saved, store=store, limit_s=limit_s)
 
     def check_for_errors(self) -> None:
-        """Raises AgentGone if the agent is gone, or StorageFailed for a failed write.
+        """Raises the error of an agent that has gone, or of a failed write to storage.
 
-        Of several failed writes since the last call, only the last is raised.
+        Raises:
+            AgentGone: the agent has ended, or has detached this process.
+            StorageFailed: a write to storage has failed since the last call. Of several
+                such failures, only the last is raised.
         """
         self._memory.check()
         errors, self._memory.storage_errors = self._memory.storage_errors, []

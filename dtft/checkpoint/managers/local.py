@@ -87,8 +87,8 @@ class Storing:
         self._replaced: tuple[int, ...] = ()
         """Stored steps that are deleted once the step being written is stored."""
         self._waiting: list[Version] = []
-        """Versions that wait to be written, pinned so that no save reuses their
-        buffers. At most one, and when the manager closes also the newest step."""
+        """Steps in memory that wait to be written to storage, pinned so that no save
+        reuses their buffers. At most one, and on `close` also the newest step."""
         self._closing = False
         self._failure: tuple[int, str] | None = None
         """(step, reason) of the last failure that was not raised yet."""
@@ -434,7 +434,7 @@ class Storing:
 
 
 def _short(error: str) -> str:
-    """Shortens an error to its first line, at most 300 characters and "..."."""
+    """Returns the first line of an error; cuts a long line to 300 characters, "..."."""
     line = error.partition("\n")[0]
     return line if len(line) < 300 else f"{line[:300]}..."
 

@@ -42,7 +42,8 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
 
     save_interval_steps: int | Literal["auto"] = 1
     """`save` copies the first step and every multiple of this number into memory.
-    `auto`: the shortest interval that `stall_budget` allows, from measured saves."""
+    `auto`: the shortest interval that `stall_budget` allows, computed from the measured
+    times of saves and steps."""
     stall_budget: float = Automatic.budget
     """With `auto`: the wall time that saves may add, as a fraction of the steps' own
     wall time."""

@@ -182,7 +182,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return self._work.best_step()
 
     def reload(self) -> None:
-        """Lists the directory again, to find the changes of other writers."""
+        """Lists the directory again, to find the changes of other writers.
+
+        In a job of several processes, every process makes the same call, which waits
+        like `all_steps`.
+        """
         self.all_steps(read=True)
 
     def reached_preemption(self, step: int) -> bool:
@@ -293,11 +297,18 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         leaves of steps in memory have shardings. In a job of several processes, leaves
         of stored steps have shardings, too, if this run has the devices of their mesh.
         For a step that stock Orbax wrote, the result is Orbax's item metadata.
+
+        Raises:
+            FileNotFoundError: `all_steps()` does not have the step.
         """
         return self._work.item_metadata(step_number(step))
 
     def metadata(self, step: int | None = None) -> Any:
-        """Returns Orbax's metadata of a step; of the directory if `step` is None."""
+        """Returns Orbax's metadata of a step; of the directory if `step` is None.
+
+        Raises:
+            FileNotFoundError: `all_steps()` does not have the step.
+        """
         return self._work.metadata(None if step is None else step_number(step))
 
     def metrics(self, step: int) -> Any:

@@ -23,7 +23,7 @@ from dtft.checkpoint.replication import (
 
 
 class SaveClock:
-    """The interval between saves; an automatic interval is adapted to measured saves.
+    """The interval between saves; an automatic one follows the measured cost of saves.
 
     With a fixed interval nothing is measured.
     """
@@ -38,8 +38,8 @@ class SaveClock:
 
         Args:
             interval: steps between saves; None for an automatic interval.
-            allowed: for an automatic interval, the fraction of the time that saves may
-                cost, and the longest interval.
+            allowed: for an automatic interval, the wall time that saves may add, as a
+                fraction of the steps' wall time, and the longest interval in steps.
             clock: returns seconds on a monotonic clock.
 
         Raises:
@@ -74,7 +74,8 @@ class SaveClock:
 
         Args:
             step: the step that is saved.
-            args: the argument `args` of `save`, with the arrays of the step.
+            args: the argument `args` of the checkpoint manager's `save`, with the
+                arrays of the step.
         """
         if not self._automatic:
             yield
@@ -101,7 +102,10 @@ class SaveClock:
 
 
 def _arrays(args: Any) -> list[jax.Array]:
-    """Lists the jax arrays in the argument `args` of `save`, except deleted arrays."""
+    """Lists the jax arrays that a save would write, except deleted arrays.
+
+    `args` is the argument `args` of the checkpoint manager's `save`.
+    """
     parts = args.values() if isinstance(args, ocp.args.Composite) else [args]
     leaves = jax.tree.leaves([getattr(part, "item", None) for part in parts])
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

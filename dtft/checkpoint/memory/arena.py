@@ -95,8 +95,8 @@ class Arena:
     def reserve(cls, path: Path, size: int, before: "Arena | None") -> "Arena":
         """Returns `before` if it is large enough, else removes it and creates an arena.
 
-        The new arena has `size` bytes at `path`. A background thread maps all its pages
-        (`prefault`).
+        `before` is an arena of this process, or None. The new arena has `size` bytes at
+        `path`. A background thread maps all its pages (`prefault`).
 
         Raises:
             OSError: too little memory (the message has the bytes needed and available),

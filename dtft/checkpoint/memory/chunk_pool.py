@@ -229,9 +229,9 @@ class ChunkPool:
         return self.chunks.chunk(self._memory(), buffer, number)
 
     def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:
-        """Yields each slice of a copy, with its memory and its digests; reads no bytes.
+        """Yields each slice that a copy has, with its memory and digests.
 
-        A slice with a chunk that was found corrupt is left out.
+        Reads no bytes. A slice with a chunk that was found corrupt is left out.
         """
         wrong = self.chunks.owners_of(self.rotten_in(copy)) if self.rotten else ()
         for index, digests in enumerate(copy.digests):

@@ -46,7 +46,7 @@ class Receiving:
         self._expected = b"".join(digests)
 
     def keep(self, copy: Copy) -> None:
-        """Takes over the chunks of an older copy that have the digests of this push.
+        """Takes over the chunks of an older copy that this push has with equal digests.
 
         The push shares the buffers of these chunks. The chunks count as received, so
         the peer does not send them.

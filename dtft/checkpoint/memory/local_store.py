@@ -167,7 +167,7 @@ class Version:
     """The sharding of each leaf that is a jax array; None for other leaves."""
 
     def views(self) -> list[memoryview]:
-        """Returns the memory of each leaf."""
+        """Returns the memory of each leaf, in the order of `record.leaves`."""
         return [
             self.memory.view(buffer, index)
             for index, buffer in enumerate(self.buffers.tolist())
@@ -205,8 +205,8 @@ class Versions:
         self._log = MemoryCommitLog()
         self._versions: dict[int, Version] = {}
         self._memories: list[LeafMemory] = []
-        """The memories of steps with different leaf shapes; the last memory is used
-        for the next step."""
+        """One memory for each group of steps with equal leaf paths, shapes and dtypes.
+        The last one is that of the step written last."""
         self._trusted = True
 
     @property
@@ -215,7 +215,9 @@ class Versions:
         return tuple(sorted(self._versions))
 
     def get(self, step: int) -> Version:
-        """Returns the version of a step in memory; its bytes are not checked.
+        """Returns where a step's leaves are in memory, with their digests.
+
+        The bytes are not checked.
 
         Raises:
             KeyError: the step is not in memory.
@@ -233,6 +235,9 @@ class Versions:
             step: the step; not in memory yet.
             record: describes the save: its items and leaves.
             values: the values of the leaves, in the order of `record.leaves`.
+
+        Returns:
+            Where the leaves are in memory, and their digests.
 
         Raises:
             OSError: too little memory; the message has the bytes needed and available.
@@ -308,7 +313,8 @@ class Versions:
         """Reads a step and checks every byte against the digests and the commit.
 
         Returns:
-            The version, and an array per leaf that is a view of the memory.
+            The step's `Version` (its record, buffers and digests), and for each leaf an
+            array that is a view of the memory.
 
         Raises:
             KeyError: the step is not in memory.

@@ -67,9 +67,12 @@ class Owning:
 
         A step that was begun before and not recorded by `staged` is cancelled.
 
+        Returns:
+            The buffer of each chunk, and the step whose buffers may be shared.
+
         Raises:
-            RuntimeError: all buffers of a chunk are in use, because a commit, an export
-                or a restore that was given up is stuck.
+            RuntimeError: all buffers of a chunk are in use, because a commit or an
+                export does not end, or a restore that was given up still writes.
         """
         for asked in list(self._staging):
             self._cancel(asked)  # the only trainer writes one step at a time
@@ -100,8 +103,8 @@ class Owning:
             digests: digests of each own slice; empty for a slice that was not copied.
             items: the JSON values of the step, such as the data position.
             kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
-                the step `Room.base` and shares its buffer. b"" if every chunk was
-                written.
+                the base step, which `begin_stage` returned (`Room.base`), and shares
+                its buffer. b"" if every chunk was written.
         """
         staging, chunks = self._staging.pop(step), self.pool.chunks
         is_kept = unpack_flags(kept, chunks.num_chunks)
@@ -312,8 +315,8 @@ class Restoring:
     """A restore in progress, which writes slices into one copy of a step. Thread-safe.
 
     A newer restore may drop or replace the copy meanwhile. Until the `with` block ends,
-    no other step gets the memory of the missing slices, and what is recorded belongs to
-    this copy. So a restore that was given up changes no other copy.
+    no other step gets the memory of the missing slices, and the digests that are
+    recorded belong to this copy. So a restore that was given up changes no other copy.
     """
 
     def __init__(
@@ -323,7 +326,7 @@ class Restoring:
         step: int,
         missing: Sequence[Slice],
     ) -> None:
-        """Guards the memory of the missing slices; the lock must be held.
+        """Pins the memory of the missing slices; the caller must hold the lock.
 
         Args:
             own: this host's copies of its own slices.
@@ -332,7 +335,7 @@ class Restoring:
             missing: the slices that the caller fetches or assembles.
         """
         self.missing = tuple(missing)
-        """The own slices to fetch or assemble."""
+        """This host's own slices that the caller must fetch or assemble."""
         self.chunk_bytes = own.pool.chunks.chunk_bytes
         """Size of a chunk in bytes; every chunk has its own digest."""
         self._own, self._lock = own, lock

@@ -86,7 +86,8 @@ class HeldCopies:
     def recorded(self) -> dict[int, dict[str, bytes]]:
         """Maps step to slice key to recorded digests, for every copy on this host.
 
-        Peers' copies that are known to be corrupt are dropped first. Reads no bytes.
+        Copies kept for peers that are known to be corrupt are dropped first. Reads no
+        bytes.
         """
         self._hosting.forget_rotten()
         copies = {
@@ -218,9 +219,13 @@ class ReplicaStore:
         Every chunk (a part of a slice's bytes) gets a free buffer. A step that was
         begun before and not recorded by `staged` is cancelled.
 
+        Returns:
+            The number of each chunk's buffer; and the base step, whose buffers the new
+            step may share for unchanged chunks.
+
         Raises:
-            RuntimeError: all buffers of a chunk are in use, because a commit, an export
-                or a restore that was given up is stuck.
+            RuntimeError: all buffers of a chunk are in use, because a commit or an
+                export does not end, or a restore that was given up still writes.
         """
         with self._lock:
             return self._own.begin_stage(step)
@@ -235,8 +240,8 @@ class ReplicaStore:
             digests: digests of each own slice; empty for a slice that was not copied.
             items: the JSON values of the step, such as the data position.
             kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
-                the step `Room.base` and shares its buffer. b"" if every chunk was
-                written.
+                the base step, which `begin_stage` returned (`Room.base`), and shares
+                its buffer. b"" if every chunk was written.
         """
         with self._lock:
             self._own.staged(step, digests, items, kept)
@@ -479,7 +484,7 @@ class ReplicaStore:
     ) -> tuple[dict[int, dict[str, bytes]], list[str]]:
         """Lists the good and the corrupt copies of slices, of all steps on this host.
 
-        Peers' copies that are corrupt are dropped, so that peers can send them again.
+        Corrupt copies kept for peers are dropped, so that peers can send them again.
 
         Args:
             read: whether every chunk is read and checked now, without blocking other
@@ -516,7 +521,7 @@ class ReplicaStore:
         The memory is not read.
 
         Raises:
-            KeyError: this host has no copy of one of the slices that can be sent.
+            KeyError: this host lacks one of the slices, or its only copy is corrupt.
         """
         here = self.here(step)
         return [here[key] for key in keys]

@@ -43,7 +43,8 @@ NICENESS = 5
 RANGE_BYTES = 16 << 20
 """Bytes copied at a time by one thread; a larger chunk is copied whole."""
 _AHEAD_BYTES = 64 << 20
-"""Bytes of an accelerator's arrays that are on their way to the host at a time."""
+"""Approximate limit of the bytes of accelerators' arrays whose copies to the host are
+started in advance."""
 
 HostOrDevice = jax.Array | np.ndarray
 _Shard = tuple[HostOrDevice, bool]
@@ -207,8 +208,8 @@ class SnapshotPlan:
 
         Args:
             step: number of the step.
-            arrays: leaf path to a ready global array, or to a numpy array that every
-                process has whole.
+            arrays: leaf path to a global array that is already computed, or to a numpy
+                array that every process has whole.
             memory: the whole shared memory (arena) of this host's agent.
             buffers: [chunks] uint8, the number of a free buffer for each chunk.
             base: the last snapshot, if the shared memory still holds it. Without it,

@@ -42,13 +42,14 @@ class VerifiedCopies:
     """Result of reading all copies of slices on one host."""
 
     copies: int
-    """The number of slices in all copies; one that steps share counts for each step."""
+    """The number of slices in all copies, summed over the steps. A slice whose memory
+    several steps share counts once for each of them."""
     nbytes: int
     """Bytes read; a buffer that steps share is read once."""
     held: Mapping[int, Mapping[str, bytes]]
     """Step to slice key to digests of the copies that were not found corrupt."""
     corrupt: tuple[str, ...]
-    """Corrupt copies, as "step 12: KEY"."""
+    """Corrupt copies, as "step 12: KEY" with the key of the slice."""
     unread: tuple[int, ...]
     """Steps of which a copy was dropped or replaced before the verification ended.
     Chunks of these copies may not have been read."""
@@ -96,7 +97,10 @@ class CopyVerifier:
         return total
 
     def known(self) -> list[str]:
-        """Lists the slices found corrupt and not dropped since, as "step 12: KEY"."""
+        """Lists the slices found corrupt and not dropped since, as "step 12: KEY".
+
+        KEY is the key of the slice, such as "params/w[0:4]:float32".
+        """
         return _told(self._known())
 
     def _known(self) -> set[tuple[int, str]]:

@@ -179,7 +179,7 @@ def push_root(push: Push, digests: Mapping[str, bytes]) -> str:
 
     Args:
         push: the slices that one slot sends to another.
-        digests: slice key to digest; may have more slices.
+        digests: slice key to digest; may also have slices that are not pushed.
 
     Raises:
         KeyError: `digests` lacks a slice of the push.
@@ -225,7 +225,8 @@ class StepTracker:
     _right: set[tuple[int, int]] = field(default_factory=set)
     """(source, target) of each push whose copy matches the staged slices."""
     _told: tuple[tuple[str, ...], list[bytes]] | None = None
-    """Keys and digests of the first report that has all its slices."""
+    """Slice keys and digests of the first slot that reported all its slices; None until
+    then."""
     _skips: bool = False
     """Whether a slot has skipped some of its slices."""
 

@@ -40,7 +40,7 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedLeaves:
-    """Leaves that are divided alike, and whose parts have the same senders and targets.
+    """Leaves with the same partition spec, and the sender and targets of each part.
 
     A leaf's parts are its equal pieces, numbered from 0; each part of a leaf is one
     slice.
@@ -62,8 +62,8 @@ class PlacedLeaves:
 class CopyPlacement:
     """Which slots keep the copies of each slice of a state.
 
-    To save memory, `tables` has an entry per group of leaves that are divided alike,
-    not per slice. Slices and pushes are computed from the tables on demand.
+    To save memory, `tables` has an entry per group of leaves with the same partition
+    spec and senders, not per slice. Slices and pushes are computed from it on demand.
     """
 
     effective_copies: int
@@ -210,7 +210,7 @@ def _place_alike(
     turn: int,
     chooser: "_Chooser",
 ) -> PlacedLeaves:
-    """Chooses senders and targets of the copies, for leaves that are divided alike.
+    """Chooses senders and targets of the copies of leaves with the same partition spec.
 
     Args:
         leaves: positions in `layout.leaves`.
@@ -233,7 +233,7 @@ def _place_alike(
 
 
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Chooses who sends each leaf, so that all owners send about equally many bytes.
+    """Chooses the sender of each leaf, so that owners send about equally many bytes.
 
     The owners of a part of a leaf are the slots with this part on their devices. The
     choice is given as a turn: the position of the sender of the leaf's first part among

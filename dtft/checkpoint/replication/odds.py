@@ -37,7 +37,7 @@ def survival(num_hosts: int, copies: int, losses: int) -> float:
 
     Args:
         num_hosts: N, the number of hosts, each with slices of its own.
-        copies: m, the copies of every slice, the owner's included.
+        copies: m, the copies of every slice, the owner's included; N if m is larger.
         losses: k, the number of hosts lost at once.
 
     Raises:
@@ -128,7 +128,7 @@ def odds_table(
     Args:
         num_hosts: N, the number of hosts.
         copies: m, the copies of every slice.
-        max_losses: the greatest number of lost hosts in the table; N if that is less.
+        max_losses: the greatest number of lost hosts in the table; at most N is used.
         trials: number of random sets of lost hosts per line, for `simulate`. The table
             shows two standard errors of the simulated fraction.
 
@@ -221,9 +221,12 @@ def _ring_sets(ring: int, size: int, lost: int) -> int:
 
 
 def _holders(num_hosts: int, copies: int, domains: Sequence[str] | None) -> np.ndarray:
-    """Returns the hosts with a copy of each host's slice: [hosts, copies] int.
+    """Returns, for each host's slice, the numbers of the hosts with a copy.
 
     The placement is that of `place_copies` for a state divided over all hosts.
+
+    Returns:
+        [hosts, copies] int: one row for the slice of each host.
     """
     mesh = MeshLayout(
         axis_names=("fsdp",), axis_sizes=(num_hosts,), slots=tuple(range(num_hosts))

@@ -155,8 +155,8 @@ connections."""
 class Needs:
     """Byte ranges that hosts lack and must fetch.
 
-    There is one row (need) for each host and cell, which is an overlap of an old and a
-    new slice. Hosts are numbered from 0.
+    A cell is the overlap of an old and a new slice. There is one row (need) for each
+    pair of a host and a cell that it lacks. Hosts are numbered from 0.
     """
 
     target: np.ndarray

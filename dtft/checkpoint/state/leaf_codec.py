@@ -201,8 +201,8 @@ def kind_wanted(target: Any, record: LeafRecord) -> str:
     """Returns the kind of value to which a leaf is restored for the user's `target`.
 
     This is "array" (jax array), "key" (PRNG key), "numpy", "scalar" (numpy scalar),
-    "bool", "int" or "float". The saved kind is returned if `target` is None, or a
-    struct without sharding that has the saved shape and dtype.
+    "bool", "int" or "float". The saved kind is returned if a PRNG key was saved, or if
+    `target` is None or a struct without sharding that has the saved shape and dtype.
 
     Raises:
         ValueError: a leaf cannot be restored to the type of the target.

@@ -28,10 +28,10 @@ class WantedSlice:
 
 @dataclass(frozen=True)
 class Part:
-    """A byte range of one `WantedSlice`; it consists of whole chunks."""
+    """A byte range of one slice in a list of slices; it consists of whole chunks."""
 
     index: int
-    """Position of the slice in the list of wanted slices."""
+    """Position of the slice in the list, such as the list of slices to be fetched."""
     start: int
     """Offset of the first byte in the slice."""
     stop: int

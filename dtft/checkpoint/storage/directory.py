@@ -125,9 +125,10 @@ class StorageTier:
     def write_once(self, step: int, stored: "StepToStore") -> None:
         """Writes a step and waits until it is complete, unless the step exists.
 
-        An existing step is never replaced. It is accepted if its digest equals that of
-        `stored`: an earlier attempt may have written it, although the answer of that
-        attempt was lost. Must be called by one process only.
+        An existing step is never replaced. It is accepted if its digest (over record
+        and fingerprints) equals that of `stored`: an earlier attempt may have written
+        it, although the answer of that attempt was lost. Must be called by one process
+        only.
 
         Raises:
             WrittenByAnother: the step exists with another digest.
@@ -190,7 +191,9 @@ class StorageTier:
         return arrays, items[ITEMS]
 
     def load_numpy(self, step: int) -> dict[str, np.ndarray]:
-        """Reads and verifies all leaves of a step; returns path to numpy array.
+        """Reads all leaves of a step as numpy arrays; verifies their fingerprints.
+
+        Returns a dict from leaf path to array.
 
         Raises:
             FileNotFoundError: the directory does not have the step.
@@ -257,7 +260,9 @@ class StorageTier:
 
 
 def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
-    """Reads and verifies all leaves of a step; returns path to numpy array.
+    """Reads all leaves of a step as numpy arrays; verifies their fingerprints.
+
+    Returns a dict from leaf path to array.
 
     Raises:
         FileNotFoundError: the directory does not have the step.
@@ -395,6 +400,7 @@ def compare_steps(
 
     Raises:
         FileNotFoundError: a directory does not have the step.
+        ValueError: jax would narrow a 64-bit leaf (`jax_enable_x64` is off).
         CheckpointUnreadable: a step exists but cannot be read, is corrupt, or was
             written by stock Orbax.
     """

@@ -51,9 +51,9 @@ answer. After that a new connection is opened."""
 READ_S = 30.0
 """Limit of one read of a peer's lent memory, in seconds."""
 TRIES = 4
-"""A broken connection is not opened again after this many in a row without progress: no
-whole range arrived and no chunk was verified. A slice is reported as corrupt after this
-many wrong copies of one of its chunks."""
+"""Number of connections in a row that may fail without progress (no whole range arrived
+and no chunk was verified) before a connection is no longer opened again. Also the
+number of wrong copies of a chunk after which its slice is reported as corrupt."""
 _PAUSE_S = 0.05
 
 

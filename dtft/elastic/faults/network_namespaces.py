@@ -38,14 +38,14 @@ class NoNamespacesError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostNamespace:
-    """One host's namespace; `number` is the last part of the host's address in both
-    networks."""
+    """One host's network namespace and its interfaces."""
 
     name: str
     number: int
+    """Last number of the host's IP addresses in the hosts' and the store's network."""
     outer: tuple[str, str]
-    """Names of the interfaces that connect the namespace to this machine's bridges: to
-    the hosts' bridge, to the store's bridge."""
+    """Names of the interfaces, outside the namespace, that connect it to two bridges of
+    this machine: to the bridge of all hosts, and to the bridge to the store."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,11 +99,11 @@ class HostNamespaces:
 
     @property
     def store_host(self) -> str:
-        """This machine's address in the store's network."""
+        """This machine's IP address in the network that leads to the store."""
         return f"{self._networks[1]}.{_GATEWAY}"
 
     def address(self, host: str) -> str:
-        """The host's address in the network of the hosts."""
+        """Returns the host's IP address in the network of the hosts."""
         return f"{self._networks[0]}.{self._hosts[host].number}"
 
     def prefix(self, host: str) -> tuple[str, ...]:
@@ -307,8 +307,10 @@ def remove_leftovers() -> None:
 
 
 def sweep_namespaces() -> None:
-    """Calls `remove_leftovers`; does nothing without root, or if `ip` is missing or
-    fails."""
+    """Removes namespaces and interfaces of processes that have ended, if it can.
+
+    Does nothing without root or without the command `ip`, and ignores errors of `ip`.
+    """
     with contextlib.suppress(NoNamespacesError):
         check_namespaces()
         remove_leftovers()
@@ -347,8 +349,10 @@ def _free_networks() -> tuple[str, str]:
 
 
 def _remove(base: str) -> None:
-    """Removes interfaces, namespaces and files whose names begin with `base` and a
-    letter."""
+    """Removes the interfaces, namespaces and `NETNS_ETC` folders of one process.
+
+    Their names begin with `base`, which is `PREFIX` and the process id, and a letter.
+    """
     for kind in ("link", "netns"):
         for name in _names(kind):
             if re.match(rf"{base}[a-z]", name):

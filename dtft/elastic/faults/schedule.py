@@ -49,9 +49,12 @@ Phase = Literal[
     "stored",
     "healed",
 ]
-"""The job's activity at the moment of the fault. stored: an export has completed.
-healed: `injector.HEALED_S` seconds have passed since all earlier stops, cuts and pauses
-with a duration were undone."""
+"""The job's activity at the moment of the fault. compute: the step was just dispatched.
+collective: the other hosts wait in a collective for the victims. replicate: the step's
+copies are made. commit: the step is being committed. export: a step is written to
+storage. recovery: the job recovers from an earlier failure. stored: an export has
+completed. healed: `injector.HEALED_S` seconds have passed since all earlier faults with
+a duration were undone."""
 Reach = Literal["all", "store", "out", "in", "pair"]
 """The packets that a cut drops. all: all packets of a host. store: packets between a
 host and the store. out: packets that a host sends. in: packets that a host receives.
@@ -72,7 +75,10 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The victims (WHOM) and options that the notation of one kind of fault allows."""
+    """The victims (WHOM) and options that the notation of one kind of fault allows.
+
+    `phase`, `reach` and `always` are True if the option of this name is allowed.
+    """
 
     whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
     phase: bool = False
@@ -136,13 +142,16 @@ class Fault:
     step: int
     phase: Phase | None
     role: Role | None = None
-    """Role of the victim at the moment of the fault; replaces `slots`."""
+    """The victim is the host with this role at the moment of the fault, and `slots` is
+    empty. None: `slots` or `kind` decides the victims."""
     seconds: float | None = None
-    """Duration of a stop, cut or pause in seconds; None: for ever."""
+    """Seconds after which a stop, cut, pause, or full or read-only directory is undone.
+    None: a stop or cut lasts for ever; other kinds have no duration."""
     reach: Reach = "all"
     """`cut`: which packets are dropped (see `Reach`)."""
     always: bool = False
-    """`fail`: whether the step fails at every attempt; False: only once."""
+    """`fail` (an exception in a trainer): whether the step fails at every attempt;
+    False: only once."""
     replicas: int = 0
     """`scale`: the number of replicas to request."""
 
@@ -163,8 +172,7 @@ class Fault:
 
     @property
     def holds(self) -> bool:
-        """Whether the fault suspends agents or hosts, or cuts hosts off; False if it
-        kills.
+        """Whether the fault suspends agents or whole hosts, or cuts hosts off.
 
         True for `stop-agent`, `stop-host`, and `cut` unless its reach is `pair` (a cut
         between two hosts only). `stop-trainer` suspends no agent, so it is False.
@@ -180,8 +188,8 @@ def _number(seconds: float) -> str:
 def parse_fault(text: str, num_slots: int) -> Fault:
     """Parses the notation of one fault.
 
-    `str` of the returned fault is its notation. There the options have a fixed order,
-    which the third example shows.
+    `str` of the returned fault is its notation, with the options in the order phase,
+    reach, seconds, `always`.
 
     Args:
         text: the notation.
@@ -225,7 +233,7 @@ def parse_fault(text: str, num_slots: int) -> Fault:
 def _slots(
     text: str, kind: str, rule: Rule, whom: str, num_slots: int
 ) -> tuple[int, ...]:
-    """Parses the victims' slots; returns () for a role or a kind without victims.
+    """Parses the victims' slots; returns () for a role, or a kind that takes no WHOM.
 
     Args:
         text: the notation of the whole fault, for error messages.
@@ -276,7 +284,8 @@ def _options(
         options: the options, such as "commit" or "20".
 
     Returns:
-        The field of `Fault` that each option sets, and its value.
+        The values of the fields of `Fault` that the options set, by field name; always
+        has "phase", which is None if no option is a phase.
 
     Raises:
         ValueError: an option is unknown, not allowed, given twice or missing.

@@ -57,8 +57,8 @@ class Agent:
         Raises:
             StoreUnavailable: the store does not answer.
             JobMismatch: a live host has this host's name.
-            ValueError: the arena directory does not exist, a live agent has the memory
-                directory, or the port cannot be opened.
+            ValueError: the arena directory does not exist, a live agent or another user
+                has the memory directory, or the port cannot be opened.
         """
         if edges is None:
             refuse_taken_name(store, config)
@@ -290,8 +290,7 @@ class Agent:
             self._follower.retire()
 
     def _lapsed(self) -> None:
-        """Sends this host's new record to the leader, because its store lease has
-        expired."""
+        """Sends this host's new record to the leader after its lease has expired."""
         self._tell_record()
 
     def _tell_record(self) -> None:
@@ -302,8 +301,10 @@ class Agent:
             self._leader_link.send(described(record))
 
     def describe(self, record: HostRecord) -> None:
-        """Sends a changed record of this host to the leader; the next ticks write the
-        record to the store."""
+        """Sends a changed record of this host to the leader.
+
+        The next ticks write the record to the store.
+        """
         self._membership.describe(record)
         self._tell_record()
 
@@ -417,8 +418,10 @@ class Agent:
         return (view.term, leader) if leader is not None else None
 
     def _moved_message(self) -> Message | None:
-        """Makes the message that names the newest leader; None if this host leads or no
-        leader is known."""
+        """Makes the message that names the newest leader to other hosts.
+
+        Returns None if this host leads or no leader is known.
+        """
         newest = self._newest_leader()
         if newest is None or newest[1].host == self._config.host:
             return None
@@ -454,8 +457,8 @@ class Agent:
         """Gives up the leader key if too few hosts stay connected to this leader.
 
         Too few hosts are connected if they and this host are fewer than the job's slots
-        and fewer than the hosts in the store. The key is given up after twice the
-        duration of a lease.
+        and fewer than the hosts in the store. The key is given up once this has lasted
+        for twice the duration of a lease.
         """
         needed = min(leader.num_slots, len(leader.view.hosts))
         if self._links.count + 1 >= needed:

@@ -1,7 +1,7 @@
 """One host's duties in a job: carries out the leader's orders and reports.
 
-Starts and ends the trainer, keeps the copies, replicates, restores and exports. A
-user's process (`SeatPolicy.attached`) decides itself when to save and restore: it
+Starts and ends the trainer, keeps the copies, replicates, restores and exports. In a
+served job the trainer is a user's process, which decides when to save and restore: it
 receives the number of the restorable step once its host has prepared its slot, sends
 its layout at its first save, and requests each step that it restores. All methods run
 on the agent's event loop; long work runs on threads that report with events. The leader
@@ -187,8 +187,10 @@ class Follower:
         return self._task is not None
 
     def inbox(self) -> Inbox:
-        """Returns the functions with which the transport's threads read this host's
-        state and report received slices."""
+        """Returns the access of the transport's threads to this host's state.
+
+        With its functions these threads read the copies and report received slices.
+        """
         return Inbox(
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
@@ -540,8 +542,8 @@ class Follower:
         """Passes another host's entries of the JAX coordination service to the trainer.
 
         This host's trainer writes the entries (`keys`: name to value) into its own
-        coordination service. Ignores an order of another round than `ballot`, the
-        newest one.
+        coordination service. `ballot` is the (term, number) of the order's round; an
+        order of another round than the newest one is ignored.
         """
         if ballot == self._ballot:
             self._trainers.share(keys)
@@ -629,8 +631,7 @@ class Follower:
         )
 
     def _tell(self, op: str, **fields: Any) -> None:
-        """Sends a report to the leader, with the newest round (`ballot`) that this host
-        knows."""
+        """Sends a report to the leader; adds `ballot`, the newest round known here."""
         self._report(op, ballot=self._ballot, **fields)
 
     def retire(self) -> None:
@@ -1257,8 +1258,11 @@ def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
 
 
 def observe(board: ProgressBoard, pid: int) -> Observation | None:
-    """Reads the trainer's phase and process state; returns None if `pid` is 0 or the
-    process has ended."""
+    """Reads the trainer's phase, steps and process state.
+
+    `pid` is the trainer's process id. Returns None if it is 0, or if the process has
+    ended.
+    """
     state = process_state(pid) if pid else None
     if state is None:
         return None

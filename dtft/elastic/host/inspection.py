@@ -28,7 +28,10 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
 
     The request is {"verify": bool, "rate": bytes per second, 0 for no limit}. With
     `verify`, reads all copies. Meanwhile sends {"progress": [bytes read, bytes of all
-    copies]}, at once and then every `PROGRESS_S` seconds; the answer follows.
+    copies]}, at once and then every `PROGRESS_S` seconds; the answer follows. The
+    answer has the host's slot, layout, arena size and storage directory, and by step
+    and slice key the digests of the copies: the recorded ones, or with `verify` those
+    of the bytes that were read. It also lists the corrupt copies.
 
     Raises:
         WireError: the rate is not an integer of 0 or more.

@@ -1,4 +1,4 @@
-"""A host's directory in memory: its name, its lock, and the sweep of dead agents.
+"""A host's directory in shared memory: its name, its lock, and how it is removed.
 
 Job and host names become a directory name and keys in the store; names with characters
 that would change the path or key are refused. An agent locks (flock) the file `owner`
@@ -43,7 +43,8 @@ UNMARKED_S = 60.0
 """Seconds without a change after which a sweep may remove a directory that has no lock
 file, or whose creation or removal was interrupted."""
 _held: dict[Path, int] = {}
-"""Open lock files of this process, by directory: closing a file frees its lock."""
+"""File descriptors of the lock files that this process has locked, by memory directory.
+Closing a descriptor frees the lock."""
 _holding = threading.Lock()
 
 
@@ -74,7 +75,7 @@ of ASCII, one or more of them. Give another name.
 def check_arena_directory(directory: Path) -> None:
     """Refuses an arena directory that does not exist.
 
-    It is not created, because a new directory would be on a disk, not in memory.
+    Does not create the directory, because it would then be on a disk, not in memory.
 
     Raises:
         ValueError: the directory does not exist.
@@ -198,7 +199,7 @@ def _is_owner(lock: int, directory: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """One removed directory of a dead agent."""
+    """One removed directory of a dead agent: its name, and the bytes freed."""
 
     name: str
     num_bytes: int

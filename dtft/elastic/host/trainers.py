@@ -2,7 +2,7 @@
 
 A trainer attaches over the agent's Unix socket. A trainer is either a process that this
 agent has started (`Command`), or a process of the user's. A user's process is accepted
-unless `Admission` objects or another of the user's processes is attached.
+unless an `Objection` gives a reason or another of the user's processes is attached.
 `Trainers.let_go` kills a process that this agent started, and sends a user's process
 the reason. `Trainers.leave` makes a process that this agent started give up its slot,
 and keeps the process. No method but `Trainers.close` waits for a trainer: outgoing
@@ -46,8 +46,8 @@ closed, and a process that the agent started is killed."""
 KILL_S = 10.0
 """Seconds after SIGKILL until a process that still runs is given up."""
 ABSENT = -1
-"""The index of a trainer that is not a user's process. Also the ident of a formation's
-trainer if there was no trainer for the formation."""
+"""`AttachedTrainer.index` of a process that the agent started. Also the ident in the
+"trainer_exit" event that reports that no trainer could be given the slot."""
 
 Emit = Callable[..., None]
 
@@ -138,6 +138,8 @@ class AttachedTrainer:
 
 class Trainers:
     """The trainers of one host: an active, a waiting and a member; at most one of each.
+
+    An ident is a number that identifies a trainer (`AttachedTrainer.ident`).
 
     The active trainer has the host's slot. It is also called the formation's trainer,
     as each formation (assignment of hosts to slots) has one trainer for each slot.
@@ -241,8 +243,10 @@ class Trainers:
 
     @property
     def attachment(self) -> tuple[int, int]:
-        """(index in the job, ident) of the attached user's process; (-1, 0) for
-        none."""
+        """(index in the job, ident) of the user's process that is attached.
+
+        (-1, 0) if none is.
+        """
         with self._lock:
             found = self._attached
             return (found.index, found.ident) if found else (ABSENT, 0)
@@ -606,8 +610,10 @@ class Trainers:
         return ident == self._active != 0
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends a message of the kind `op` to the active trainer, if it has
-        attached."""
+        """Sends a message to the active trainer; drops it if none is attached.
+
+        `op` is the kind of the message.
+        """
         if (trainer := self._trainer) is not None:
             trainer.send(op, fields)
 

@@ -78,8 +78,8 @@ class Intervals:
 
         Args:
             step: the step of the snapshot.
-            interval: steps until the trainer's next snapshot; None for the config's
-                interval.
+            interval: the snapshot interval in force after `step`, in steps; None for
+                the config's interval.
             window: the times that the trainer has measured since its last snapshot, as
                 the fields of `Window`; None if it has none.
         """
@@ -94,7 +94,8 @@ class Intervals:
 
         Returns:
             The interval in force after `step`, and the step of the next snapshot. A
-            newly chosen interval takes effect only after that snapshot (`changes`).
+            newly chosen interval, kept in `changes`, takes effect only after the next
+            snapshot.
         """
         interval = self._reported.get(step, self._cadence.interval)
         following = self._cadence.at(interval).following(step)
@@ -145,9 +146,10 @@ class Intervals:
 def _slowest(windows: Sequence[Window]) -> Window:
     """Returns the measurements of the slowest host, for which the other hosts wait.
 
-    The slowest host is the one with the fewest steps during which no replication ran.
-    Among hosts with equally few such steps, it is the one whose snapshot blocked
-    training longest.
+    `windows` has the measurements of all hosts between the same two snapshots. The
+    slowest host is the one with the fewest steps during which no replication ran. Among
+    hosts with equally few such steps, it is the one whose snapshot blocked training
+    longest.
     """
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
 
@@ -157,9 +159,9 @@ GRACE_S = 30.0
 export; then the export counts as failed."""
 
 KEPT_TRACKERS = 4
-"""Number of newest complete steps whose `StepTracker` is kept. Trackers are kept only
-if `share` is "divided", because an export then needs to know which slices each host
-copied."""
+"""Number of newest complete steps whose `StepTracker`, the reports about the step, is
+kept. Trackers are kept only if `share` is "divided", because an export then needs to
+know which slices each host copied."""
 
 
 class CommitCoordinator:
@@ -244,14 +246,15 @@ class CommitCoordinator:
             step: the step of the snapshot.
             digests: the digest of each of the slot's slices; b"" for a slice that the
                 slot did not copy.
-            interval: steps until the slot's next snapshot; None for the config's
-                interval.
+            interval: the snapshot interval in force after `step`, in steps; None for
+                the config's interval.
             window: the times measured since the last snapshot, as the fields of
-                `Window`.
+                `Window`; None if there are none.
 
         Raises:
             Divergence: another slot has different bytes for the same slice.
-            Mislabelled: a peer's copy of the slices has different bytes.
+            Mislabelled: a peer has reported a copy of the slot's slices for this step,
+                and the copy has different bytes.
         """
         if step <= self.committed:
             return
@@ -265,7 +268,8 @@ class CommitCoordinator:
         Ignores steps that are committed already.
 
         Raises:
-            Mislabelled: `root`, a digest over the copy, does not match these slices.
+            Mislabelled: `root`, one digest over the copied slices, differs from that of
+                the slices in the snapshot of slot `source`.
         """
         if step <= self.committed:
             return
@@ -322,7 +326,7 @@ class CommitCoordinator:
         self._release(commit, is_recorded=False)
 
     def recorded(self, commit: Commit) -> None:
-        """Records that the store has a commit; does not let the trainers go on."""
+        """Records that the store has a commit; sends no `release` to the trainers."""
         if self.pending is not None and self.pending.step <= commit.step:
             self.pending = None
         self.committed = max(self.committed, commit.step)
@@ -365,8 +369,7 @@ class CommitCoordinator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some step is incomplete: hosts have reported some of its snapshots
-        and copies, but not all."""
+        """Whether hosts have reported some snapshots or copies of a step, not all."""
         return bool(self._trackers)
 
     @property
@@ -413,7 +416,7 @@ class CommitCoordinator:
         return self._order_export(step, alive, held)
 
     def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
-        """Returns which slices of a step each host has copied.
+        """Returns which slices of a step each host has copied at the snapshot.
 
         Returns:
             Host -> slice key -> digest; None if every host has all slices of its slot.
@@ -526,11 +529,12 @@ class CommitCoordinator:
 
     @property
     def may_export(self) -> bool:
-        """Whether an export may be ordered now: the pause after a failed export is
-        over."""
+        """Whether the pause after a failed export is over; True without a failure."""
         return self._health.may_try(self._clock())
 
     def export_failures(self, step: int) -> int:
-        """Returns how often the export of a step has failed since the last successful
-        export of any step."""
+        """Returns the number of failed exports of a step.
+
+        Counting starts anew when an export of any step succeeds.
+        """
         return self._failed.get(step, 0)

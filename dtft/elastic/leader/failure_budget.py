@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ALLOWED = 2
-"""Default of `judge`: number of occurrences of one exception or exit code, without a
-commit beyond its step in between, that ends the job."""
+"""Default of `judge(allowed=...)`: number of occurrences of one exception or exit code,
+without a commit beyond its step in between, that ends the job."""
 FRUITLESS = 10
 """Number of failed attempts to train in a row, without a new highest committed step,
 that ends the job."""
@@ -62,8 +62,8 @@ process has "Failed to send RPC to coordination service"."""
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError", "AgentGone")
 _BROKEN = re.compile("|".join(BROKEN_COLLECTIVE), re.IGNORECASE)
 RESTORE_ERRORS = ("CorruptCopy",)
-"""Names of trainer exceptions caused by a corrupt copy. They are not counted as
-recurring, because another copy is restored next."""
+"""Names of trainer exceptions caused by a corrupt copy. They are not counted as an
+exception that occurs again, because another copy is restored next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,10 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the end of another host's trainer explains this failure: a broken
-        collective, or an abort by JAX."""
+        """Whether the end of another host's trainer explains this failure.
+
+        True for an exception of a broken collective, and for an abort by JAX.
+        """
         if self.kind == "exit":
             return self.code == ABORT
         return self.kind == "exception" and is_broken_collective(self.error)
@@ -146,8 +148,10 @@ class Failure:
 
 
 def is_broken_collective(error: str) -> bool:
-    """Whether the end of another process caused an exception: an error of JAX, or
-    `AgentGone` (the agent has ended or has let go of the process).
+    """Whether the end of another process caused a trainer's exception.
+
+    True for JAX's errors of broken collectives, and for `AgentGone`: the trainer's own
+    agent has ended or has detached the trainer. `error` is "TypeName: message".
 
     >>> is_broken_collective("JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: [x]")
     True
@@ -247,7 +251,7 @@ class FailureBudget:
     def from_json(cls, text: str) -> "FailureBudget":
         """Parses the text of `to_json`; returns an empty budget if it cannot be read.
 
-        A leader must not fail on a text of a broken or newer leader.
+        A leader must not fail on a text that another version of dtft has written.
         """
         try:
             told: dict[str, Any] = json.loads(text)
@@ -302,7 +306,7 @@ class RetryDecision:
     cause: Failure | None = None
     message: str = ""
     """The message for people; may be "". For `end`: the reason, with traceback, host
-    and log. The last good step is exported before the job ends."""
+    and path of the log. The newest commit is exported before the job ends."""
 
 
 def judge(
@@ -328,7 +332,8 @@ def judge(
       failed restores, if no attempt between them has trained on every slot. The
       exception of the last failure then does not end the job, because another state is
       restored.
-    * With a new number of slots, only fruitless attempts are counted.
+    * If the attempt had another number of slots than the newest commit, it is counted
+      only among the `FRUITLESS` attempts in a row.
     * The pause before the next attempt is 0, 1, 2, 4, ... seconds, at most
       `LONGEST_PAUSE_S`.
 
@@ -339,7 +344,7 @@ def judge(
         attempt: the start of the attempt.
         now: the time in seconds on any clock; `RetryDecision.not_before` is on the same
             clock.
-        allowed: occurrences of one exception that end the job.
+        allowed: number of occurrences of one exception or exit code that ends the job.
 
     Returns:
         The new budget, and the decision.
@@ -427,7 +432,7 @@ def _blames_commit(found: Failure) -> bool:
 def _recurring_counted(
     budget: FailureBudget, found: Failure
 ) -> tuple[FailureBudget, int]:
-    """Counts an exception or an exit that may recur.
+    """Counts an exception or an exit of a trainer that may occur again.
 
     `found` is the root cause of an attempt's failures.
 

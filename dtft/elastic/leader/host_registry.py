@@ -25,11 +25,11 @@ from dtft.elastic.store import View
 
 FIRST_ASK_S = 5.0
 LONGEST_ASK_S = 300.0
-"""Longest pause in seconds between two checks of whether an unusable host has become
-usable; the first pause is `FIRST_ASK_S`."""
+"""Longest pause in seconds between two checks of whether a host that could not have a
+slot can have one now; the first pause is `FIRST_ASK_S`."""
 NOBODY_S = 2.0
-"""Seconds without a usable host after which a job that cannot begin ends. Shorter than
-`FIRST_ASK_S`, after which unusable hosts are checked again."""
+"""Seconds for which no host can have a slot, after which a job that has not begun ends.
+Shorter than `FIRST_ASK_S`, after which hosts that can have no slot are asked again."""
 STRAY_S = 0.5
 """Seconds for which a new leader waits for hosts that have a slot in the last
 assignment but are not in the store: they may be cut off only from the store."""
@@ -63,10 +63,10 @@ class HostRegistry:
         """Hosts that are to leave the job, and get no slot any more."""
         self._asked_at: dict[str, float] = {}
         self._pause_s: dict[str, float] = {}
-        """Host to the pause in seconds until an unusable host is checked again;
-        `_asked_at` has the time of its last check."""
+        """Host that can have no slot, to the pause in seconds between its last check,
+        whose time is in `_asked_at`, and its next check."""
         self._gone: dict[str, str] = {}
-        """Lost host to the identity of its agent process (`process_of`)."""
+        """Lost host to the identity of its agent process: its incarnation's PROCESS."""
         self._grace_until, self._stray_until = now + grace_s, now + STRAY_S
         self._former = dict(former or {})
 
@@ -149,8 +149,10 @@ class HostRegistry:
         self._silent.add(host)
 
     def drain(self, host: str) -> None:
-        """Gives a host no slot until its agent is started again, because the host is to
-        leave the job."""
+        """Gives a host no slot any more, because the host is to leave the job.
+
+        Ends when the host's agent is started again, or with `keep`.
+        """
         self._drained.add(host)
 
     def keep(self, host: str) -> None:
@@ -186,7 +188,8 @@ class HostRegistry:
         These are connected hosts that can have no slot, because they reported so or did
         not report their copies, and whose pause is over. The pause of a host doubles
         with every call that returns it, up to `LONGEST_ASK_S`, because some hosts can
-        never have a slot. The first call with an unusable host starts its first pause.
+        never have a slot. A host's first pause starts at the first call in which it can
+        have no slot.
         """
         found = []
         for host in [*self.unfit, *self._silent]:
@@ -250,10 +253,10 @@ class HostRegistry:
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
-        """Returns why no host can have a slot.
+        """Returns why no host can have a slot, by the reports of all hosts.
 
-        Returns "" if some host may have a slot, or if no host is registered. A lost
-        host counts as one that may have a slot, unless it had reported that it cannot.
+        Returns "" if no host is registered, or if some registered or lost host has not
+        reported that it can have no slot.
         """
         hosts = self._records.keys() | self._gone.keys()
         if not self._records or hosts - self.unfit.keys():
@@ -294,11 +297,11 @@ class HostMonitor:
 
         The job had a leader if the store has an assignment of hosts to slots, or has
         lost its data. A new job is not formed here, but later, when enough hosts have
-        connected. If hosts with a slot in the assignment are no longer in the store,
-        they are the reason that is given to people. Hosts that are not in the store may
-        be alive, because a lease also runs out while the store does not answer. Hosts
-        that are to leave the job (a leader that was drained, for example) are a further
-        reason.
+        connected. The reason given to people is that hosts with a slot in the
+        assignment are no longer in the store, or else that this host leads now. Hosts
+        that are not in the store may be alive, because a lease also runs out while the
+        store does not answer. Hosts that are to leave the job (a leader that was
+        drained, for example) are a further reason.
         """
         view = self._records.view
         if (old := view.assignment) is not None:
@@ -387,8 +390,9 @@ class HostMonitor:
     def tick(self) -> None:
         """Drops hosts whose link ended a lease ago, and asks unusable hosts again.
 
-        Also forms a served job, whose processes the user starts, once all processes
-        have attached.
+        Unusable hosts can have no slot, because they reported so or did not report
+        their copies (`HostRegistry.to_ask_again`). Also forms a served job, whose
+        processes the user starts, once all processes have attached.
         """
         lease_s = self._config.timeouts.lease
         for host in self._registry.overdue(self._loop.now(), lease_s):
@@ -445,8 +449,8 @@ class HostMonitor:
         Args:
             host: the reporting host.
             why: the reason, for people.
-            layout: if the state did not fit into the host's memory: its layout (mesh
-                and leaves) as JSON; otherwise "".
+            layout: the state's layout (mesh and leaves) as JSON, if the state did not
+                fit into the host's memory; otherwise "".
         """
         is_new = host not in self._registry.unfit
         self._registry.unfit[host] = why
@@ -479,12 +483,12 @@ class HostMonitor:
             self._rendezvous.form(f"{host} can be used again")
 
     def _ask_again(self, host: str) -> None:
-        """Sends another order to an unusable host, in case it can have a slot by now.
+        """Asks a host that could have no slot again, in case it can have one now.
 
         A host that did not report its copies is ordered to report them, but only while
         the job waits for hosts or the leader decides which host gets which slot. A host
         that reported that it cannot have a slot is ordered to allocate memory for one.
-        If it is not known how much memory a slot needs, the host counts as usable at
+        If it is not known how much memory a slot needs, the host may have a slot at
         once.
         """
         if host not in self._registry.unfit:

@@ -26,17 +26,17 @@ Holders = Mapping[str, Collection[str]]
 
 @dataclass(kw_only=True)
 class ReReplication:
-    """The pushes that make the missing copies of one step, and which have arrived.
+    """The pushes that make the missing copies of one step, and which of them arrived.
 
     A push is the slices that one slot sends to another.
     """
 
     step: int
     pushes: tuple[Push, ...]
-    """The pushes to send again. A push is the slices that one slot sends to another."""
+    """The pushes to send again."""
     copies: int
-    """The number of failure domains that held copies of a slice before the pushes; the
-    smallest such number of all slices."""
+    """Number of failure domains with a copy before the pushes, of the slice for which
+    this number is smallest."""
     begun: float
     """Time of the restore in seconds, on any clock."""
     digests: Mapping[str, bytes] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def re_replication_of(
         domains: host to its failure domain; a host that is missing here is its own
             domain.
         now: the time in seconds.
-        digests: slice key to the restored digest, where it is known.
+        digests: slice key to the digest with which the slice was restored, where known.
     """
     found = {
         piece.key: {*holders.get(piece.key, ()), *(slots[slot] for slot in owners)}

@@ -72,7 +72,7 @@ class Records:
         """Starts with no queued write.
 
         Args:
-            membership: this host's membership in the job.
+            membership: writes to the store while this host holds the leader key.
             view: the job's records in the store when this host began to lead.
             commits: the commits that the store had at that time, newest first.
             loop: the agent's event loop.
@@ -144,10 +144,13 @@ class Records:
     def put(self, label: str, value: Any, name: str, text: str) -> None:
         """Queues the write of `text` to the job's key `name` in the store.
 
+        Calls `on_delayed` if an assignment is not recorded within
+        `ASSIGNMENT_PATIENCE_S` seconds.
+
         Args:
             label: the kind of the write, such as "stored"; passed to the callbacks.
-            value: what is written, passed to the callbacks.
-            name: the end of the key.
+            value: an object for the callbacks, which stands for the written text.
+            name: the name of the key within the job.
             text: the text to write.
         """
         change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
@@ -215,7 +218,8 @@ class Records:
     def _perform(self, view: View, change: Put) -> bool:
         """Performs one write on the thread for writes; the event loop does not wait.
 
-        Also compacts the store (drops old versions of keys) if enough was written.
+        Also compacts a private store (drops old versions of keys) if enough was
+        written, or if the store is full.
 
         Args:
             view: the view (the job's records) whose leader key and era the store must

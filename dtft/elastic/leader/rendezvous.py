@@ -65,11 +65,11 @@ Phase = Literal[
     "running",
 ]
 MOST_REHEARSED = 8
-"""Largest number of formations for which a process compiles ahead."""
+"""Largest number of possible next formations for which a process compiles the step."""
 BALLOTS = 1 << 20
-"""The number of a new world is the leader's term times `BALLOTS`, plus the number of
-the leader's round, modulo 2**63: larger numbers are not valid in messages. The number
-is only compared for equality."""
+"""Factor of the leader's term in the number of a new world. The number is the term
+times this factor, plus the number of the leader's round, modulo 2**63: larger numbers
+are not valid in messages. The number is only compared for equality."""
 STORAGE_PAUSE_S = 5.0
 """Seconds between two listings of storage while the job waits for it: storage does not
 answer, cannot be listed, or has lost its steps."""
@@ -83,7 +83,7 @@ class Resize:
     """
 
     formation: tuple[int, ...]
-    """The index of the process of each slot."""
+    """The JAX process index of the trainer of each slot."""
     until: float
     """Time at which the job is formed in any case, in seconds on the monotonic
     clock."""
@@ -97,7 +97,11 @@ class Rendezvous:
     A round is one attempt to form the job.
 
     Attributes:
-        phase: the current state, named after the awaited event or the work in progress.
+        phase: the current state. "idle": before the first round. "gathering": hosts
+            report their copies. "pausing": a pause after failures. "ending": the job
+            ends. "waiting": the job waits for hosts. "storage": it waits for storage.
+            "assigning": the store records the assignment. "preparing": hosts restore
+            and trainers start. "running": every slot trains.
         deadline: end of the phase in seconds, on the monotonic clock.
         current: the newest round; None before the first.
         previous: the last assignment of hosts to slots before the current round's; None
@@ -180,8 +184,8 @@ class Rendezvous:
     def end(self, decision: RetryDecision) -> None:
         """Ends the job with `decision`, once the hosts have reported their copies.
 
-        The last step can then be exported. A decision to end that was made before is
-        kept.
+        The reports tell which hosts can export the last step. A decision to end that
+        was made before is kept.
         """
         self._end = self._end or decision
         self.form(decision.message)
@@ -316,7 +320,7 @@ class Rendezvous:
 
             * The processes cannot compile ahead (`_can_rehearse`).
             * A host that would get a slot has no process among the JAX processes.
-            * The job has a plan, which is valid for one number of slots only.
+            * The job has a plan of the planner, which is valid for one number of slots.
         """
         round_, old, now = self.current, self.assignment, self._loop.now()
         if round_ is None or old is None or not self._can_rehearse or round_.planned:
@@ -337,9 +341,9 @@ class Rendezvous:
         return set(formation) <= ready or now >= self._resize.until
 
     def joined(self, host: str) -> None:
-        """Handles the report that a spare host's process has joined the JAX processes.
+        """Handles the report that the trainer of a spare host has joined the world.
 
-        Orders this process, and the others again, to compile ahead (`rehearse`).
+        Orders all JAX processes of the world to compile ahead again (`rehearse`).
         """
         if self._resize is not None:
             self._resize.ready.discard(host)
@@ -350,7 +354,8 @@ class Rendezvous:
     ) -> None:
         """Handles the report that a host's process has compiled ahead.
 
-        Ignores the report unless it is about the mesh that may come next.
+        The report counts only for a change of size that waits for it (`rehearse_size`),
+        and only if it is about the next mesh. Other reports are ignored.
 
         Args:
             host: the reporting host.
@@ -402,11 +407,11 @@ class Rendezvous:
         return formations
 
     def admit(self, host: str) -> None:
-        """Gives a new spare host an index among the JAX processes; orders it to join.
+        """Orders a spare host to have its trainer join the world of JAX processes.
 
-        If no index is free, prints this and orders nothing. Does nothing if the job has
-        no hot swaps (processes that outlast a recovery), or if the JAX processes have
-        no coordination service yet.
+        First gives the trainer a process index. If no index is free, prints this and
+        orders nothing. Does nothing if the job has no hot swaps (processes that outlast
+        a recovery), or if the world's coordination service does not run yet.
         """
         if not (self._config.hot_swap and self.world.number) or not self.current:
             return
@@ -694,7 +699,7 @@ class Rendezvous:
             self._send(host, "reach", ballot=ballot, reach=reach)
 
     def reached(self, host: str, missed: list[str]) -> None:
-        """Handles a host's report of the peers that it did not reach (`missed`).
+        """Handles a host's answer to `look_for_links`: the peers that it did not reach.
 
         If two hosts reach each other again, a waiting job is formed anew.
         """
@@ -707,7 +712,8 @@ class Rendezvous:
         """Handles a commit of `step`.
 
         A commit ends the suspicion of a network cut between hosts. If its step is the
-        highest so far, counts of failures are cleared.
+        highest so far, the count of failed attempts in a row and the counts of failures
+        at lower steps are cleared.
         """
         self.failures.committed(step)
         self._reach.committed()

@@ -122,7 +122,7 @@ class Round:
     ring: dict[str, HostRecord] = field(default_factory=dict)
     """Name to record of the hosts from which the peers in `tried` were chosen."""
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Host to its report of the copies that it holds (`holdings`)."""
+    """Host to the fields of its report of the copies that it holds (`holdings`)."""
     decision: RecoveryDecision | None = None
     assignment: SlotAssignment | None = None
     prepared: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Round:
     """Slot to the last step of its trainer, once the trainer has ended normally."""
     corrupt: list[str] = field(default_factory=list)
     """Copies that did not match their digests, in this round or in the failed rounds
-    before this one."""
+    before this one, each as "HOST step STEP: SLICE KEY"."""
     read: bool = False
     """Whether hosts re-read and verify their copies for the report. If False, the last
     verification of each copy counts, and the reader of a copy verifies it again during
@@ -140,7 +140,8 @@ class Round:
     decided: float = 0.0
     """Wall-clock time in seconds at which the assignment was decided."""
     planned: Mapping[str, Any] = field(default_factory=dict)
-    """Checkpoint items that record the trainers' plan; {} without a plan."""
+    """Checkpoint items that record the planner's plan by which trainers divide their
+    work; {} without a plan."""
     restore_begun: float = 0.0
     restore_s: float = 0.0
     bytes_from_storage: int = 0
@@ -177,10 +178,10 @@ class Round:
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
 
     def members(self, world: int) -> dict[str, int]:
-        """Returns the hosts that have reported a process in a world, with its index.
+        """Returns the hosts that have reported a process in a world.
 
-        A world is a group of JAX processes, identified by `world`. Returns {} for
-        `world` 0.
+        Maps each of these hosts to the JAX index of its process. A world is a group of
+        JAX processes, identified by the number `world`. Returns {} for `world` 0.
         """
         told = self.replies.items()
         return {

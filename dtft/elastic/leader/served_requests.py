@@ -216,7 +216,7 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """Adds a process that waits for a step; answers once the step is safe.
+        """Adds a process that waits for a step; answers it once the step is safe.
 
         Args:
             host: the process's host.
@@ -257,19 +257,18 @@ class Requests:
             self._settle()
 
     def committed(self, commit: Commit) -> None:
-        """Handles a commit that the store has recorded; answers the processes that wait
-        for its step."""
+        """Handles a recorded commit: answers the processes that wait for its step."""
         coordinator = self._rendezvous.coordinator
         if coordinator is not None and self._rendezvous.assignment is not None:
             self._newest().committed(commit, coordinator.placement)
         self._settle()
 
     def exported(self, host: str, step: int, ok: bool, error: str) -> None:
-        """Handles the end of an export; answers the processes that wait for its step or
-        an earlier step.
+        """Handles the end of an export.
 
-        After a failed export, sends the error to every process that waits for storage,
-        and to the process of every slot.
+        Answers the processes that wait for its step or an earlier step. After a failed
+        export, sends the error to every process that waits for storage, and to the
+        process of every slot.
 
         Args:
             host: the host that answered last, or failed first; for an export past its

@@ -181,8 +181,9 @@ class Shutdown:
     def is_storing(self) -> bool:
         """Whether every slot has finished, and an export runs or must not begin yet.
 
-        Both end: an export has a deadline (`CommitCoordinator.silent_export`), and the
-        pause after a failed export a longest duration (`StorageHealth`).
+        This ends: an export has a deadline (`CommitCoordinator.silent_export`), and the
+        pause in which an export must not begin, after a failed export, is limited
+        (`StorageHealth`).
         """
         coordinator = self._rendezvous.coordinator
         if coordinator is None or self._last_finished is None:
@@ -220,7 +221,7 @@ class Shutdown:
         The result is JSON. In time means within `RESULT_LEASES` leases after the job's
         end, or `RESULT_LEASES_LOST` leases while a host is lost. Returns "" before
         that, while the store answers, and while a host that would miss the result is
-        not connected.
+        not connected: a host with a slot, or one whose link has just ended.
         """
         leases = RESULT_LEASES_LOST if self._registry.lost_hosts else RESULT_LEASES
         late = self._loop.now() > self._ended_at + leases * self._config.timeouts.lease

@@ -110,7 +110,8 @@ def new_world(
         slots: the host of each slot.
         lasts: whether the same processes can form several meshes, one after the other
             (hot swaps). Then there are `SPARE_PLACES` more indices, and no host gets
-            index 0, whose process publishes the devices of all.
+            index 0: in JAX, the process with index 0 publishes the devices of all
+            processes once all have connected, but in such a world processes come later.
         served: whether the first slot's host runs JAX's coordination service for all.
         because: why the processes of the previous world could not be kept.
 
@@ -220,8 +221,8 @@ def swapped(
         slots: the host of each slot from now on.
         members: the hosts whose processes are in the world; all have given up their
             slots.
-        usable: the hosts that may have a slot; only such a host can run the
-            coordination service for all, if one does.
+        usable: the hosts that may have a slot. If one host runs the coordination
+            service for all processes, it must be among them.
 
     Returns:
         The world with a process index for every host in `slots`, and with `turn`, the

@@ -56,10 +56,10 @@ KeyValues = list[KeyValue]
 
 
 class Resync(Events):
-    """A watch batch that lists all keys, sent when the store has lost past events.
+    """A batch of a watch that lists all keys, sent when events may have been lost.
 
-    Contains one put event for each existing key. A reader that applies these puts
-    misses only deletions; `gone` returns the deleted keys.
+    Contains one put event for each existing key under the watched prefix. A reader that
+    applies these puts misses only deletions; `gone` returns the deleted keys.
     """
 
     def __init__(self, pairs: KeyValues, revision: int) -> None:
@@ -73,8 +73,7 @@ class Resync(Events):
         self.revision = revision
 
     def gone(self, known: Collection[str]) -> tuple[str, ...]:
-        """Returns those keys of `known` (keys that the reader knows) that no longer
-        exist."""
+        """Returns those of the keys `known` to a reader that no longer exist."""
         present = {event.kv.key for event in self}
         return tuple(key for key in known if key not in present)
 
@@ -171,8 +170,10 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """Returns all pairs whose keys have `prefix`, sorted by key, and the store's
-        revision."""
+        """Returns all pairs whose keys have `prefix`, and the store's revision.
+
+        The pairs are sorted by key.
+        """
         ...
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:

@@ -207,7 +207,10 @@ class EtcdStore:
         return key_value(pairs[0], self._below) if pairs else None
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """Returns the keys with `prefix`, sorted, and the store's revision."""
+        """Returns all pairs whose keys have `prefix`, and the store's revision.
+
+        The pairs are sorted by key.
+        """
         body = prefix_range(self._below + prefix)
         reply = self._call(f"list {prefix}", "kv/range", body)
         pairs = [key_value(pair, self._below) for pair in reply.get("kvs", [])]
@@ -580,7 +583,8 @@ class EtcdStore:
         """Yields a watch's batches from one member, each with the next start revision.
 
         `position` is the revision of the first event; a later watch continues at the
-        revision that came with the last batch. `known` is that of `watch`.
+        revision that came with the last batch. `known` returns conditions that fail if
+        the store has lost data, see `Store.watch`.
 
         Ends without an error when the watch is stopped, after a `Resync`, after
         `_QUIET_S` seconds without bytes, and once calls try another member first.
@@ -675,7 +679,8 @@ class EtcdStore:
             prefix: prefix of the watched keys.
             position: revision of the first event that the watch needs.
             result: field `result` of the watch's newest message.
-            known: the argument of `watch`.
+            known: returns conditions that fail if the store has lost data; see
+                `Store.watch`.
 
         Raises:
             StoreUnavailable: the store canceled the watch for another reason, or the

@@ -469,8 +469,7 @@ class Membership:
         return read_commits(self._store, self._job)
 
     def commit_change(self, commits: tuple[Commit, ...]) -> Put:
-        """Makes the put that records these commits in place of those recorded
-        before."""
+        """Makes the put that records these commits in place of the recorded ones."""
         text = "\n".join(commit.to_json() for commit in commits)
         return Put(key=self.key("c/commits"), value=text.encode())
 

@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.2
 _COMPARED, _COMPARED_BYTES = 16, 4096
 """Number of a mirror's newest pairs that are compared with the store's after a
-reconnect, and the size in bytes of their largest value. Among so many pairs of a job is
-the random id of its era or the incarnation of a host, so no other data are equal."""
+reconnect. Pairs with a value of more than `_COMPARED_BYTES` bytes are left out. Among
+so many pairs of a job is a random id, of its era or of a host's process. So the pairs
+differ from those of a store that has lost data and got other data."""
 
 Pairs = Mapping[str, KeyValue]
 Changed = Callable[[Pairs, int], None]
@@ -99,7 +100,7 @@ def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) 
 
 
 def _conditions(copy: Pairs) -> list[Compare]:
-    """Returns conditions that only hold in a store that has the pairs of `copy`."""
+    """Returns conditions that only hold in a store with the newest pairs of `copy`."""
     small = (it for it in copy.values() if len(it.value) <= _COMPARED_BYTES)
     newest = heapq.nlargest(_COMPARED, small, key=lambda it: it.mod_revision)
     return [Compare(key=it.key, target="value", value=it.value) for it in newest]

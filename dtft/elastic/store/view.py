@@ -61,8 +61,7 @@ class View:
 
     @property
     def term(self) -> int:
-        """The number of the leader's term (time in office); larger for every later
-        leader."""
+        """The number of the leader's term (time in office); grows with every leader."""
         return (self.era << _REVISION_BITS) + self.leader_revision
 
     def lost_data_since(self, known: "View") -> bool:

@@ -261,10 +261,15 @@ class Copies:
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
         """Returns where the trainer finds the state of a step.
 
+        Args:
+            step: the step.
+            in_memory: whether the trainer loads the step from this host's memory.
+
         Returns:
-            `arena`: path of the shared memory; and, if `in_memory`, `buffers`,
-            `digests` and `items` of the step (otherwise empty, and the trainer does not
-            load the state from memory).
+            `arena`: path of the shared memory. `buffers`: for each chunk of the slot's
+            own slices, one byte: the number of the arena buffer that has it. `digests`:
+            those of each own slice's chunks. `items`: the step's JSON items. All but
+            `arena` are empty if `in_memory` is False.
         """
         holder = self.holder
         assert holder is not None

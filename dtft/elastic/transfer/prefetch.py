@@ -265,7 +265,10 @@ class Prefetcher:
 
 
 def available_bytes() -> int:
-    """Returns the bytes that processes can get on this machine without swapping."""
+    """Returns the bytes that processes can get on this machine without swapping.
+
+    0 if the kernel does not tell.
+    """
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

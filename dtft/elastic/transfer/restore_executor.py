@@ -66,8 +66,11 @@ class FetchFailed(Exception):
     ) -> None:
         """Stores the host and the corrupt copies, for the report to the leader.
 
-        A corrupt copy is written "HOST step N: KEY", as everywhere in reports.
-        `unreleased` is that of `FetchError`.
+        Args:
+            host: the host that could not supply a slice.
+            reason: the reason, for the message.
+            corrupt: the corrupt copies, each as "HOST step STEP: SLICE KEY".
+            unreleased: whether NIXL may still write to the slices' memory later.
         """
         super().__init__(f"from {host}: {reason}")
         self.host, self.corrupt = host, tuple(corrupt)
@@ -86,7 +89,7 @@ class FetchOrder:
     """Fields `host` and `address` of the peer; `keys` of whole slices, or `regions`, or
     both."""
     digests: Mapping[str, bytes]
-    """Maps the key of each committed slice to its digests."""
+    """Maps the key of each committed slice to the digests of its chunks."""
 
     def regions(self, memory: Mapping[str, Parts]) -> dict[Slice, list[Region]]:
         """Maps each committed slice to the regions that are copied out of it.
@@ -184,7 +187,7 @@ def restore_into(
         nixl: reads from peers that have NIXL too; None: without NIXL.
         former: this host's copies for former assignments of slots.
         prefetched: slices that this host has fetched ahead.
-        given_up: whether a newer order has come, so that the fetches end early.
+        given_up: returns whether a newer order has come; the fetches then end early.
 
     Returns:
         `peers` (bytes fetched from peers), `own` (the other bytes of the slot's slices)
@@ -406,7 +409,8 @@ def bring(
         nixl: reads from peers that have NIXL too; None: without NIXL.
         fetched: called, by one thread at a time, with the keys of the whole slices that
             one peer has sent.
-        given_up: whether the bytes are no longer needed, so that the fetches end early.
+        given_up: returns whether the bytes are no longer needed; the fetches then end
+            early.
 
     Returns:
         Number of bytes fetched from peers. Whole chunks are fetched, so bytes outside
@@ -545,7 +549,8 @@ def fetch_into(
         limit_s: deadline in seconds.
         nixl: reads whole slices from peers that have NIXL too.
         streams: largest number of connections at a time.
-        given_up: whether the bytes are no longer needed, so that the fetch ends early.
+        given_up: returns whether the bytes are no longer needed; the fetch then ends
+            early.
 
     Returns:
         Number of bytes fetched and verified. Whole chunks are fetched, so bytes outside

@@ -31,7 +31,8 @@ class SlotTask:
     """The trainer's layout, if it equals that of the commit which is restored from
     memory; else None. The layout is accepted once the restore has succeeded."""
     announced: bool = False
-    """Whether the trainer's layout was accepted."""
+    """Whether the trainer's layout was accepted: this host has memory for it, and has
+    reported it to the leader."""
     turn: int = 0
     """Number of steps that the trainer has staged (written to this host's memory) under
     this order. Equal on all hosts, which take turns in copying slices."""

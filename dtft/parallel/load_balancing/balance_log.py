@@ -246,7 +246,9 @@ class BalanceLog:
 
         Args:
             run_directory: directory of `balance.jsonl`.
-            epoch: fields that are added to every record: generation and attempt.
+            epoch: fields that are added to every record: `generation`, the number of
+                the assignment of hosts to slots, and `attempt`, the number of this
+                start of its trainers.
             names: names of the nodes (replicas).
             leading: whether this process prints and writes; if not, the log does
                 nothing.

@@ -31,7 +31,7 @@ from dtft.parallel.step import Arrays, TrainStep
 
 
 class Timing(Protocol):
-    """Interface of `Probe`: runs and times steps."""
+    """Interface of what compiles, runs and times steps, such as `Probe`."""
 
     def prepare(self, batch: Arrays) -> None:
         """Compiles the programs of a timed step for a batch."""

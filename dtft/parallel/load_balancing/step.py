@@ -157,8 +157,9 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: the batch cannot be shared on this mesh, the model is not supported
-            (`functional`), or the optimizer cannot run on this mesh.
+        ValueError: the batch cannot be shared on this mesh, the model keeps arrays
+            beside parameters and running statistics, or the optimizer cannot run on
+            this mesh.
     """
     batch = experiment.data.global_batch
     sharing = sharing_of(experiment.balance, batch, mesh.shape)
@@ -174,7 +175,10 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
 
 def shared_by(train_step: TrainStep) -> SharedGradients:
-    """Returns the `SharedGradients` of a train step from `load_balanced_step`."""
+    """Returns the function that computes gradients in a step of `load_balanced_step`.
+
+    It also has the mesh, and the division of the batch into microbatches (`sharing`).
+    """
     assert isinstance(train_step.gradients, SharedGradients)
     return train_step.gradients
 
@@ -222,7 +226,8 @@ class SharedFeed(Prepared):
             counts: for each replica its share, as a number of microbatches.
 
         Raises:
-            ValueError: the counts are not shares of this batch (`Sharing.check`).
+            ValueError: there is not one count per replica, a count is negative or above
+                the largest share, or the counts do not add up to all microbatches.
         """
         super().__init__()
         self._source, self._sharding = source, train_step.batch_sharding
@@ -233,7 +238,8 @@ class SharedFeed(Prepared):
         """Sets the shares, in microbatches, of all batches that are read afterwards.
 
         Raises:
-            ValueError: the counts are not shares of this batch (`Sharing.check`).
+            ValueError: there is not one count per replica, a count is negative or above
+                the largest share, or the counts do not add up to all microbatches.
         """
         self._shared.check(counts)
         self._counts = tuple(int(count) for count in counts)

@@ -248,8 +248,9 @@ class PlacedStep:
             The results of the loss, as means over the batch, and the tree of gradients.
 
         Raises:
-            ValueError: the state, the batch or a weight of a microbatch is not allowed
-                (details at `step`).
+            ValueError: state or batch has another tree, shape or dtype than planned,
+                the state was donated or is on other devices, or a weight of a
+                microbatch is not allowed.
             TimeoutError: a node waited for an array until the deadline, or still
                 computed 5 s after the deadline.
         """
@@ -278,8 +279,9 @@ class PlacedStep:
             tasks. The results of the loss are not returned.
 
         Raises:
-            ValueError: the state, the batch or a weight of a microbatch is not allowed
-                (details at `step`).
+            ValueError: state or batch has another tree, shape or dtype than planned,
+                the state was donated or is on another device, or a weight of a
+                microbatch is not allowed.
             TimeoutError: the node waited for an array until the deadline; the message
                 names the array.
         """
@@ -313,8 +315,9 @@ class PlacedStep:
         The result maps a node to a dict from an array's name (`Key`) to the array.
 
         Raises:
-            ValueError: the state, the batch or a weight of a microbatch is not allowed
-                (details at `step`).
+            ValueError: state or batch has another tree, shape or dtype than planned,
+                the state was donated or is on other devices, or a weight of a
+                microbatch is not allowed.
         """
         self._layout.check(state)
         self._layout.check_here(state, nodes)

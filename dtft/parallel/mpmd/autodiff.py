@@ -302,7 +302,8 @@ class Ends:
     like: Mapping[int, jax.ShapeDtypeStruct]
     """Map from the number of a parameter or result to its shape and dtype."""
     homes: Mapping[int, int]
-    """Map from the number of a parameter to its home node."""
+    """Map from the number of a parameter to its home node, the node that stores and
+    updates it."""
     summing: Mapping[int, Sequence[int]]
     """Map from the number of a parameter to the nodes that sum its gradient, including
     its home node."""
@@ -458,7 +459,7 @@ class Gradients:
     active: frozenset[int]
     """Numbers of the floating-point values on a path from a parameter to the loss."""
     homes: tuple[int, ...]
-    """Home node of each parameter."""
+    """Home node of each parameter: the node that stores and updates it."""
     inputs: tuple[tuple[Key, int], ...]
     """Key and node of each array that the caller puts into a node's store: batch,
     constants and weights."""

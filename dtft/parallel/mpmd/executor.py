@@ -223,7 +223,7 @@ class Hub:
         self._failed: BaseException | None = None
 
     def exchange(self, node: int) -> Exchange:
-        """Returns the `Exchange` of a node."""
+        """Returns the object by which a node sends and receives arrays."""
         return _Port(self, node)
 
     def send(self, key: Key, array: Any, node: int) -> None:
@@ -239,7 +239,7 @@ class Hub:
 
         Raises:
             TimeoutError: the array was not sent before the deadline.
-            InterruptedError: the work of any node raised an error (see `all`).
+            InterruptedError: the work of any node has raised an error.
         """
         with self._changed:
             self._changed.wait_for(
@@ -265,7 +265,7 @@ class Hub:
 
         Raises:
             Exception: the error of the node that failed first.
-            TimeoutError: a node still computes `_GRACE_S` seconds or more after the
+            TimeoutError: a node still computes 5 seconds (`_GRACE_S`) or more after the
                 deadline.
         """
         found: dict[int, list[Span]] = {}

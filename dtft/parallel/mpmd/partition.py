@@ -279,9 +279,9 @@ class _Cutting:
         """Groups units (equations) into segments, in an order in which they can run.
 
         A unit is ready when its inputs are computed. Each segment begins with a ready
-        unit, the one with the most changes of node after it (`_changes`). The segment
-        then takes all units of the same node that can run without waiting for other
-        nodes. Returns the indices of each segment's units.
+        unit: the one with the most changes of node on a path through later units that
+        read its results. The segment then takes all units of the same node that can run
+        without waiting for other nodes. Returns the indices of each segment's units.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)

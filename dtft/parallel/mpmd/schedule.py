@@ -18,6 +18,10 @@ from jax.extend.core import ClosedJaxpr
 
 
 Phase = Literal["begin", "forward", "backward", "reduce", "finish", "update"]
+"""What a call does. `begin`: sends parameters, and sets sums of gradients to zero.
+`forward`, `backward`: computes a segment for a microbatch. `reduce`: only sends arrays.
+`finish`: computes gradients, or means of the loss's results. `update`: computes a
+segment of the optimizer's program."""
 
 Kind = Literal[
     "param",
@@ -35,7 +39,8 @@ Kind = Literal[
     "result",
 ]
 """Kinds of arrays. `state`: a leaf of the optimizer state. `value`: a value of the
-loss's program, including the batch. `update`: a value of the optimizer's program.
+loss's program, including the batch. `residual`: a value that a backward call needs from
+the forward call of its segment. `update`: a value of the optimizer's program.
 `partial`: a cotangent to which other calls of the node add. `sum`: a gradient to which
 other microbatches add. `weight`: the weight of a microbatch. `total`: the sum of the
 weights. `result`: a result of the loss, as a mean over the microbatches."""
@@ -271,8 +276,9 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
     """Computes the order in which each node runs its tasks of a step.
 
     A task is a call for one microbatch, or a call that is made once. The order has no
-    deadlock, because the calls of a microbatch never wait for a newer microbatch. This
-    also holds at the limit of microbatches in flight (`_let_in`).
+    deadlock, because the calls of a microbatch never wait for a newer microbatch. The
+    number of microbatches between the forward and backward call of a segment is at most
+    the number of nodes that compute the segment and all later segments.
 
     Args:
         calls: the calls of a step.
@@ -398,8 +404,8 @@ class _Simulation:
         """Returns the time when the call `index` can start for its next microbatch.
 
         The time is in seconds since the step began. Returns None if the call has no
-        next microbatch, or if an input, or the older microbatch that `_let_in` waits
-        for, is not yet scheduled.
+        next microbatch, or if a call for which it must wait is not yet scheduled: one
+        that makes an input, or one by which an older microbatch leaves the segment.
         """
         part = self._next[index]
         if part == self._parts:
@@ -413,9 +419,9 @@ class _Simulation:
         """Returns the time from which a segment may begin the microbatch `part`.
 
         The time is in seconds since the step began. `index` is the index of the
-        segment's forward call. The limit L is the segment's largest number of
-        microbatches in flight. For the first L microbatches the time is 0.0. A later
-        microbatch waits for the end of the segment's backward call for microbatch
+        segment's forward call. At most L microbatches may be between the segment's
+        forward and its backward call. For the first L microbatches the time is 0.0. A
+        later microbatch waits for the end of the segment's backward call for microbatch
         `part` - L. If the segment has no backward call, it waits for the end of all
         calls of that microbatch. Returns None if this end is not yet scheduled.
         """

@@ -115,7 +115,7 @@ class _Where:
         return [self._node(place) for place in self._operators]
 
     def run(self, jaxpr: Jaxpr, homes: Sequence[int]) -> list[int]:
-        """Assigns the operators of the program `jaxpr` to nodes (see `nodes`).
+        """Assigns the operators of the program `jaxpr` to nodes, which `nodes` returns.
 
         Returns the node of each leaf of the optimizer state. `homes` has the node of
         each parameter, which is also the node of its gradient.

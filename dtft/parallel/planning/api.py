@@ -229,7 +229,7 @@ class RunnablePlan(Plan):
         return axis_rules(self.state, names, shapes)
 
     def jit(self, step: Step, devices: Sequence[Any] | None = None) -> PlannedStep:
-        """Jits a user's step with this plan, as `jit_plan` does.
+        """Jits a user's step with this plan's shardings and sharding constraints.
 
         Args:
             step: `(state, batch) -> (state, anything)`, the step that was planned.
@@ -392,7 +392,9 @@ def _workload(given: dict[str, Any]) -> Workload:
     gets a note that names the traced function.
 
     Raises:
-        ValueError: an argument is not allowed (`entry_of`).
+        ValueError: an argument is missing, is one too many, or has a value that is not
+            allowed; or the step returns another state than it takes, or the loss no
+            scalar.
     """
     entry = entry_of(given)
     try:

@@ -24,8 +24,9 @@ PLAN_TIMES_FILE = "plan_times.jsonl"
 def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
     """Makes a run's entry for the log of predicted and measured step times.
 
-    Returns None if the planner does not know the device type, or if the devices or the
-    hosts are not all alike.
+    Its predicted seconds are without the factors that were fitted to past runs. Returns
+    None if the planner does not know the device type, or if the devices or the hosts
+    are not all alike.
 
     Args:
         plan: the plan that was run.

@@ -46,8 +46,9 @@ class PlanChoice:
     """Number of devices of the run, some of which the plan may leave idle; 0 means the
     number that the plan uses."""
     here: str = ""
-    """Devices of the run in words (`Pool.fabric_words`); empty if the planner does not
-    know the device type, or if the devices or the hosts are not all alike."""
+    """Devices of the run in words, such as `2x8xh100 by NVLink and InfiniBand`; empty
+    if the planner does not know the device type, or if the devices or the hosts are not
+    all alike."""
 
     @property
     def is_predicted(self) -> bool:

@@ -159,7 +159,8 @@ def try_plans(
 
     Args:
         decision: the planner's selection, with all candidates.
-        given: the arguments of `dtft.plan`, as for `Runner`.
+        given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
+            `optimizer`, `params`, `batch`. ShapeDtypeStructs are replaced by arrays.
         num: how many of the best plans that fit are run. Fewer are run if dtft cannot
             run some of them.
 

@@ -176,7 +176,7 @@ def candidate_of(
         plan: a plan for the arguments in `given`.
         given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
             `optimizer`, `params`, `batch`. Arrays may be ShapeDtypeStructs.
-        target: `cpu`, or the GPU to compile for.
+        target: `cpu`, or the name of the GPU type to compile for.
         name: name of the plan in the results of compilation.
 
     Raises:

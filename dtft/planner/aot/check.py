@@ -124,7 +124,8 @@ def gate(
     """Decides whether a plan fits: no estimate of its bytes may exceed the capacity.
 
     One estimate is the plan's own. If the plan was compiled, the other estimate is the
-    compiler's bytes plus `reserve`, without the arguments in host memory. For a program
+    compiler's bytes without the arguments in host memory, plus the share `reserve` of
+    the capacity. For a program
     compiled for CPU, these are the bytes of arguments and outputs only, because other
     backends have other temporaries. A plan that failed to compile does not fit.
 
@@ -188,8 +189,8 @@ def agreements(
     """Compares predicted collectives with the collectives of a compiled program.
 
     Returns one entry for each kind of collective over the same mesh axes, the entry
-    with the most bytes first. The predicted collectives need not be in a plan, unlike
-    those of `compare`.
+    with the most bytes first. Counts bytes and exceptions as `compare` does, but the
+    predicted collectives need not be in a plan.
     """
     wanted: Counter[_Key] = Counter()
     found: Counter[_Key] = Counter()

@@ -52,6 +52,7 @@ class Operation:
     arrays: tuple[Array, ...]
     """The result; for a tuple, each array of the tuple."""
     operands: tuple[str, ...]
+    """Names of the operations of the same computation whose results it reads."""
     attributes: str
     """Text after the operands: device groups, called computations, metadata."""
 
@@ -92,6 +93,7 @@ class HloProgram:
 
     computations: Mapping[str, tuple[Operation, ...]]
     entry: str
+    """Name of the computation that runs the program."""
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -356,7 +358,10 @@ _RUN_IN_PLACE = ("call", "fusion", "async", "while", "conditional")
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledCollective(Collective):
-    """A collective of a compiled program. `where` is the `Operation.source`."""
+    """A collective of a compiled program.
+
+    `where` is JAX's name of its origin in the user's program (`Operation.source`).
+    """
 
     dtype: str
     """XLA's name of the first operand's type."""

@@ -19,7 +19,7 @@ INTERVAL_SHARE = 0.8
 UNCALIBRATED: Mapping[str, float] = {"compute": 0.205, "collectives": 0.41}
 """Relative errors of predictions with the catalog's figures (level 0), by term of a
 prediction; all terms but `collectives` have the error of `compute`. Derived, like
-`CARRIED_OVER`, from the rows of published tables that no fit saw
+`CARRIED_OVER`, from the rows of published tables that were not used to fit constants
 (`experiments/public_measurements.py`)."""
 
 
@@ -144,8 +144,9 @@ class Efficiency:
     """Seconds of one operation of `select_and_scatter_add`, the backward pass of max
     pooling; if 0, `simple_s` takes its place."""
     fuse: float = 0.5
-    """Share of the bytes of unfused element-wise operators that remains after fusion,
-    on CPU. On other devices the kernels are counted (`planner.ir.fusion`)."""
+    """On CPU: the bytes of element-wise operators after fusion, as a share of their
+    bytes without fusion. Without effect on other devices, for which the planner counts
+    the bytes of each fused kernel (`planner.ir.fusion`)."""
     launch_s: float = 5e-6
     """Seconds to launch one operator."""
     dispatch_s: float = 0.0
@@ -181,7 +182,8 @@ class ProductRate:
     flops: float
     """Peak FLOP/s of the product."""
     wanted: str
-    """The dtype that the product is computed in (`DeviceType.computed_in`)."""
+    """The dtype that the product is computed in, such as `tensorfloat32` for operands
+    of float32; `DeviceType.computed_in` finds it."""
     priced_as: str
     """The dtype in `DeviceType.peak_flops` whose peak is used."""
     listed: bool
@@ -212,9 +214,10 @@ class DeviceType:
     `Efficiency.misaligned`."""
     efficiency: Efficiency = field(default_factory=Efficiency)
     kernels: frozenset[str] | None = None
-    """Operators with kernels: kinds (`OperatorKind`), primitives, or words such as
-    `dense` (`dtft.placement.kernels.CLASSES`). None means all operators, and on the
-    platform `other` no operators."""
+    """Names of the operators that the device can run: names of primitives, of kinds
+    (`planner.ir.OperatorKind`), or words such as `dense`, for which
+    `dtft.placement.kernels.CLASSES` lists the operators. None means all operators; on
+    the platform `other`, no operators."""
     source: str
 
     def __post_init__(self) -> None:
@@ -236,15 +239,15 @@ class DeviceType:
             )
 
     def peak(self, dtype: str, precision: str = "") -> float:
-        """Returns the peak FLOP/s of matmuls and convolutions of a dtype (from `rate`).
+        """Returns the peak FLOP/s of matmuls and convolutions of a dtype.
 
         For a dtype without a listed peak, this is the peak of a listed dtype; in the
         example, of float32 for bfloat16.
 
         Args:
             dtype: dtype of the operands.
-            precision: JAX's precision of the product (`Operator.precision`); '' for the
-                default.
+            precision: JAX's precision of the product: `high`, `highest` or the name of
+                a `jax.lax.DotAlgorithmPreset`; '' for the default.
 
         >>> peaks = {"float16": 125.0, "float32": 15.7}
         >>> device = DeviceType(name="d", platform="cuda", memory_bytes=1,
@@ -265,8 +268,8 @@ class DeviceType:
 
         Args:
             dtype: dtype of the operands.
-            precision: JAX's precision of the product (`Operator.precision`); '' for the
-                default.
+            precision: JAX's precision of the product: `high`, `highest` or the name of
+                a `jax.lax.DotAlgorithmPreset`; '' for the default.
         """
         if (known := self._rates.get((dtype, precision))) is None:
             known = self._rates[dtype, precision] = self._rate(dtype, precision)
@@ -520,6 +523,8 @@ class Link:
 
     def hidden(self, num_devices: float) -> float:
         """Returns the share (0 to 1) of a gather's seconds that computation hides.
+
+        It holds for gathers that wait for no computation.
 
         Interpolated from `ahead` (shares by number of devices) by the logarithm of the
         number of devices. Outside the range of `ahead`, its nearest entry counts. 0 for

@@ -27,7 +27,7 @@ from dtft.planner.cost.fitting import CalibrationFit, fit
 
 SCHEMA = 1
 LEFT_OUT = "runs left out"
-"""Key of `Calibration.residuals` for the error on runs that the fit did not see:
+"""Key of `Calibration.residuals` for the error on runs that were left out of the fit:
 `INTERVAL_SHARE` of past runs are predicted within this relative error by factors fitted
 to the other runs."""
 HELD_BY_MEDIAN = 1.9
@@ -88,7 +88,7 @@ class Calibration:
         """Relative errors of the terms `compute` and `collectives` (`Accuracy.errors`).
 
         With past runs, both errors are `residuals[LEFT_OUT]`, the error on runs that
-        the fit did not see; in files without it, `HELD_BY_MEDIAN` times the median
+        were left out of the fit; in files without it, `HELD_BY_MEDIAN` times the median
         error of the fit to all runs.
 
         Without past runs, each error is the root of the sum of two squares. One is the
@@ -198,8 +198,9 @@ def link_key(link: Link) -> str:
 def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
     """Returns the cluster with measured figures in place of the catalog's figures.
 
-    A pool of another device type stays unchanged. So does a link that was not measured.
-    The link between pools (`Cluster.between`) is replaced like a pool's own links.
+    Pools of the calibration's device type get its figures of devices and links. A pool
+    of another device type stays unchanged. So does a link that was not measured. The
+    link between pools (`Cluster.between`) is replaced like a pool's own links.
 
     Raises:
         ValueError: no pool of the cluster has the device type; or the calibration and
@@ -271,7 +272,10 @@ SPREAD = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """One training run: the predicted seconds of a step, and the measured seconds."""
+    """One training run: the predicted seconds of a step, and the measured seconds.
+
+    `device`, `fabric` and `software` have the form of the fields of `Calibration`.
+    """
 
     device: str
     fabric: tuple[str, ...]

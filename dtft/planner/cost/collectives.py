@@ -295,8 +295,10 @@ def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _paths(hops: _Hops) -> int:
-    """Returns the number of parts of an array that are sent at once: on a torus one for
-    each dimension, on other fabrics 1."""
+    """Returns the number of parts of an array that are sent at once.
+
+    This is the number of dimensions on a torus (ICI), and 1 on other fabrics.
+    """
     return len(hops) if all(hop.link.kind == "ICI" for hop in hops) else 1
 
 
@@ -353,7 +355,8 @@ _WAYS: Mapping[CollectiveKind, Mapping[str, _Way]] = {
     "all_to_all": {"direct": _direct, "hierarchical": _staged},
     "permute": {"direct": _shift},
 }  # fmt: skip
-"""Algorithms of each kind of collective; backends use the first by default."""
+"""Map from a kind of collective to its algorithms by name. The backends of
+`dtft.collectives` use the first by default."""
 
 
 # Sync skew and prefetch overlap of collectives. Calibration measures collectives back

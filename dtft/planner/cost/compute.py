@@ -171,8 +171,8 @@ def matmul_s(
         k: size of the contracted dim.
         batch: the number of matmuls of this shape.
         dtype: dtype of operands and result.
-        precision: JAX's precision of the product (`Operator.precision`); '' for the
-            default.
+        precision: JAX's precision of the product: `high`, `highest` or the name of a
+            `jax.lax.DotAlgorithmPreset`; '' for the default.
 
     Returns:
         Seconds, in the broadcast shape of the arguments.
@@ -273,8 +273,9 @@ def elementwise_s(
     *,
     cold: bool = False,
 ) -> Any:
-    """Computes the seconds of element-wise operators: memory or compute time, whichever
-    is larger.
+    """Computes the seconds of element-wise operators.
+
+    This is the time to move their bytes, or the time to compute them if that is longer.
 
     Args:
         device: the device type, with its memory.
@@ -310,10 +311,10 @@ def added_s(
         efficiency: the overlapped share and the slowdown of computation by overlap.
         collective_s: seconds of the collectives alone.
         compute_s: seconds of the independent computation alone.
-        order: constraints on what can hide what, as pairs (t, c) of cumulative shares
-            (`ir.read_order`): at least the share c of the collectives can be hidden
-            only behind a part of the computation that has the share t of it. By
-            default, any computation can hide any collective.
+        order: pairs (t, c), such as those of `ir.find_read_order`. For each pair, a
+            share of at least c of the collectives can hide only behind one part of the
+            computation, whose share of it is t. By default, any computation can hide
+            any collective.
 
     In the examples, computation that hides a collective becomes slower by a quarter.
     All 2 s of collectives are hidden, which adds 0.5 s. Of 9 s, 8 s are hidden, so 1 s

@@ -166,7 +166,10 @@ class ConvolutionTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """Seconds of one collective, run in all groups of `num_devices` devices at once."""
+    """Seconds of one collective, run in all groups of `num_devices` devices at once.
+
+    `num_bytes` is the larger of a device's operand and its result.
+    """
 
     kind: CollectiveKind
     num_bytes: int
@@ -441,7 +444,8 @@ class SyncSkewTime:
     """Seconds that an all-reduce adds to computation that depends on the all-reduce.
 
     The all-reduce waits for computation before it, and computation after it waits for
-    the all-reduce.
+    the all-reduce. `num_bytes` is the size of a device's operand, and `num_devices` the
+    number of devices of a group.
     """
 
     num_bytes: int

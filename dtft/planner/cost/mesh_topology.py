@@ -23,6 +23,7 @@ class DeviceGroup:
     groups of the used level below. The number is a fraction if the devices do not fill
     the groups evenly (3 devices on hosts of 2)."""
     links: tuple[Link, ...]
+    """Link of each used level."""
 
     @property
     def num_devices(self) -> int:
@@ -222,12 +223,12 @@ def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
 def _counted(
     bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Computes `members` for one mesh whose axes fill the fabric's groups unevenly.
+    """Computes the numbers of `members` for a mesh whose axes fill groups unevenly.
 
-    A group is what one level of the fabric joins, such as a host. For each set of
-    devices that run the collective together, counts the groups on each level that have
-    some of these devices. Of several sets, takes the one in the most groups on the
-    outermost level; if equal, on the next level.
+    A group is the devices that a level of the fabric joins, such as a host. For each
+    set of devices that run the collective together, counts the groups on each level
+    that have some of these devices. Of several sets, takes the one in the most groups
+    on the outermost level; if equal, on the next level.
 
     Args:
         bounds: 1, then the number of devices in a group of each level, innermost first.

@@ -510,7 +510,8 @@ _RULES: dict[str, tuple[OperatorKind, Count]] = {
 }  # fmt: skip
 
 _KERNELS: dict[str, Count] = {}
-"""Rules of `register_kernel`."""
+"""Map from the name of a registered kernel to the function that counts its
+operations."""
 
 RUNS_ON: dict[str, RunsOn] = dict.fromkeys(
     ATTENTION,

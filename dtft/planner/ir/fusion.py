@@ -6,9 +6,10 @@ memory were read from programs that XLA's GPU compiler had compiled
 (`experiments/fused_bytes.py`), and are assumed for TPUs. No number is fitted. The rules
 are:
 
-* Operands and results of products, results of reductions and other costly operators,
-  arrays that loops slice, stack or carry, and results of the program are in memory. All
-  other arrays are computed again by each kernel that needs them.
+* Operands and results of products (matmuls, convolutions and custom kernels), results
+  of reductions and other costly operators, arrays that loops slice, stack or carry, and
+  results of the program are in memory. All other arrays are computed again by each
+  kernel that needs them.
 * An array that only casts read is written in the dtype of the casts.
 * An array that several kernels need is computed once and written, if this moves fewer
   bytes than computing it in each kernel from other arrays in memory.

@@ -75,7 +75,7 @@ def find_layers(
 
     Args:
         graph: the step, with its backward pass.
-        repeats: its equal blocks (`find_repeats`).
+        repeats: its equal blocks, which `find_repeats` finds.
         seconds: function from the number of an operator to the seconds of all its
             executions in a step.
         parameters: numbers of the values that are parameters.
@@ -234,8 +234,8 @@ def _parts_of_weights(
 
     Args:
         graph: the step.
-        parts: map from the number of an operator to the part (`LayerStack`) that it
-            lies in by its position in the program.
+        parts: map from the number of an operator to the part (`first`, `layers` or
+            `last`) that it lies in by its position in the program.
         weights: numbers of the values that are weights.
     """
     readers = _forward_readers(graph)
@@ -269,7 +269,7 @@ def _of_gradients(
     """Yields the operators that read only gradients of the layers' weights.
 
     These are operators, such as casts and sums, that the program has after the layers
-    of the backward pass.
+    of the backward pass. They are given by their numbers.
 
     Args:
         graph: the step.
@@ -304,7 +304,7 @@ def _readers(
     weights: AbstractSet[int],
     parameters: AbstractSet[int],
 ) -> dict[int, frozenset[Part]]:
-    """Finds the parts that read each parameter (`LayerStack.readers`).
+    """Finds the parts that read each parameter, as `LayerStack.readers` has them.
 
     An operator that computes weights from a parameter does not count as a reader: the
     parts that read its results count as readers of the parameter.
@@ -312,7 +312,7 @@ def _readers(
     Args:
         graph: the step.
         parts: map from the number of an operator of the forward or backward pass to its
-            part (`LayerStack`).
+            part (`first`, `layers` or `last`).
         weights: numbers of the values that are weights.
         parameters: numbers of the values that are parameters.
     """

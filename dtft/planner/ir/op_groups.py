@@ -17,7 +17,8 @@ def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
     """Returns the numbers of the values that marked operators need.
 
     These are the operands of marked operators, and the values from which unmarked
-    operators compute these operands.
+    operators compute these operands. The planner marks the operators that make the
+    forward or backward pass wait for their operands, such as matmuls (`_waits`).
 
     Args:
         graph: the program.
@@ -61,14 +62,16 @@ def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
 
 
 def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
-    """Whether an operator sums over dims, and forward and backward pass do not wait.
+    """Whether an operator sums, and neither forward nor backward pass needs the sums.
 
-    The passes wait for the sums if a marked operator (`_waits`), such as a matmul,
-    needs the sums or values computed from them.
+    The forward or backward pass needs the sums if one of its matmuls or other costly
+    operators reads the sums or values computed from them. Otherwise only the update
+    needs them, or nothing.
 
     Args:
         operator: the operator.
-        known: numbers of the values that marked operators need (`awaited`).
+        known: numbers of the values that such operators of both passes need; the result
+            of `awaited`.
     """
     return bool(operator.summed) and not known.intersection(operator.outputs)
 
@@ -353,10 +356,11 @@ class OpGroup:
     region: str
     """The part of the step: forward, backward or update."""
     last: bool = False
-    """Whether the group sums over dims, and only the update waits for the sums, or
-    nothing: no operator of the forward and backward pass does."""
+    """Whether the group sums over dims, and only the update needs the sums, or nothing:
+    no matmul or other costly operator of the forward and backward pass does."""
     copies: bool = False
-    """Whether the group represents the copies of loops (`loop_copies`)."""
+    """Whether the group represents copies that loops make of slices of stacked arrays;
+    `loop_copies` finds them."""
     moved: float = 1.0
     """Bytes that the kernels of a GPU or TPU read and write for the group
     (`fusion.moved_bytes`), divided by the bytes of the operands and results of its
@@ -367,8 +371,10 @@ class OpGroup:
 
     @property
     def uncached(self) -> bool:
-        """Whether the group reads bytes that are not in cache: the state (in the
-        update), or stacked arrays of loops."""
+        """Whether the group reads bytes that are not in cache.
+
+        These are the training state, in the update, and stacked arrays of loops.
+        """
         return self.copies or self.region == "update"
 
 

@@ -39,7 +39,7 @@ Known = int | Literal
 
 
 class Draft(NamedTuple):
-    """A value whose dims still have the temporary numbers of the walk (`Dims`)."""
+    """A value whose dims still have temporary numbers (of `dim_propagation.Dims`)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,9 +48,9 @@ class Draft(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """An operator of the program whose dims still have temporary numbers (`Dims`).
+    """An operator whose dims still have temporary numbers (of `dim_propagation.Dims`).
 
-    It becomes an `Operator`.
+    It becomes an `Operator`, whose fields have the same names.
     """
 
     primitive: str
@@ -283,7 +283,7 @@ class _Carry:
 
 
 def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
-    """Returns the primitive's name and both sides of a loop condition.
+    """Returns the comparison (its primitive) and both sides of a loop condition.
 
     A side is a number, a `_CarryPosition` (a value that the loop carries), or None if
     unknown. Returns None if the condition is not a single comparison, or is `eq`.

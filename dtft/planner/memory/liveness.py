@@ -24,7 +24,7 @@ from dtft.planner.ir import (
 
 
 _NEVER_SAVED = (*RELABELS, "convert_element_type", "broadcast_in_dim")
-"""Operators whose result the policy of `dtft.parallel.fsdp` does not save.
+"""Operators whose result the remat policy of `dtft.parallel.fsdp` does not save.
 
 The policy saves the operand instead.
 """
@@ -53,7 +53,8 @@ class InMemory:
         Args:
             graph: the program.
             keeps_all: whether the forward pass saves every value that the backward
-                pass reads (`follow`).
+                pass reads, including results of elementwise operators, as at ZeRO level
+                3.
         """
         self.graph = graph
         self.makers: Mapping[int, Operator] = {
@@ -357,8 +358,8 @@ class Event:
     """The kind of event.
 
     * `alloc`: the value gets a buffer.
-    * `complete`: the value is complete. A value that a loop stacks or carries is
-      complete after the loop.
+    * `complete`: all of the value is computed. This is after its operator, or, for a
+      value that a loop stacks or carries, after the loop.
     * `free`: the buffer of the value is freed.
     * `reuse`: the value allocated next takes the buffer of this value if a mesh axis
       divides a dim in `rows`.
@@ -394,7 +395,7 @@ def follow(graph: Graph, *, keeps_all: bool = False) -> Lifetimes:
         graph: the program.
         keeps_all: whether the forward pass saves every value that the backward pass
             reads, including results of elementwise operators, as `jax.checkpoint` with
-            a policy does.
+            the policy of `dtft.parallel.fsdp` does at ZeRO level 3.
     """
     walk = _Walk(graph, keeps_all=keeps_all)
     return Lifetimes(events=tuple(walk.walk()), roots=walk.memory.roots)
@@ -601,7 +602,7 @@ class _Walk:
         A cheap operator that reads a sum over rows, as in a softmax or its gradient, is
         part of a kernel that works row by row, and reuses no buffer. There are two
         exceptions. In the backward pass of a step whose forward pass saves all values
-        (`keeps_all` of `follow`), such an operator reuses a buffer. An operator that
+        that it reads (`keeps_all`), such an operator reuses a buffer. An operator that
         also reads the result of a scatter reuses a buffer if a row has more than `ROW`
         elements, or if a mesh axis divides the row's dim.
 

@@ -62,10 +62,10 @@ class Timeline:
     equal layers are counted together."""
     flat_state: bool = False
     """Whether ZeRO divides flat buffers of all arrays, so that `fsdp` divides an array
-    of any size (`Software.flat_state`)."""
+    of any size. It is `Software.flat_state`."""
     has_ragged_matmul: bool = False
-    """Whether ragged matmuls have no copy of their rows for each group
-    (`ir.ragged`)."""
+    """Whether XLA has kernels for ragged matmuls on the platform. Otherwise it copies
+    the rows of a ragged matmul once for each group."""
 
     @cached_property
     def at_level_3(self) -> "Timeline":
@@ -140,8 +140,11 @@ class Timeline:
 
     @cached_property
     def of_gradients(self) -> frozenset[int]:
-        """The gradients, and for each gradient that a loop stacks also the value that
-        one iteration computes. Given by their index in `Graph.values`."""
+        """The gradients and their parts, by their index in `Graph.values`.
+
+        A part is the value that one iteration of a loop computes of a gradient that the
+        loop stacks.
+        """
         turns = {
             inner
             for loop in self.graph.loops
@@ -189,13 +192,16 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Arrays of one category (`What`) that every sharding divides alike."""
+    """Arrays of one category, such as `gradient`, that every sharding divides alike.
+
+    `What` has the categories.
+    """
 
     what: What
     value: int
     """The index of one of the arrays."""
     divides: bool
-    """Whether ZeRO divides the arrays further, from some level on."""
+    """Whether ZeRO divides the arrays further than the sharding, from some level on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -223,9 +223,10 @@ def slower(plan: Plan, other: Plan) -> str:
     """Describes the terms that make the other plan's step longer or shorter.
 
     A term is a part of a step's seconds, such as compute. Names the terms with the
-    largest differences until they make up `_MOST` of the added or saved seconds. Also
-    names the term that changes most in the other direction, if its change is large
-    (`_AGAINST`). Returns '' if both steps take the same time.
+    largest differences until they make up the share `_MOST` of the added or saved
+    seconds. Also names the term that changes most in the other direction, if its change
+    exceeds the share `_AGAINST` of the difference. Returns '' if both steps take the
+    same time.
     """
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:
@@ -244,8 +245,11 @@ def slower(plan: Plan, other: Plan) -> str:
 
 
 def larger(plan: Plan, other: Plan) -> str:
-    """Describes the term of memory, such as parameters, that grows most in the other
-    plan; '' if none grows."""
+    """Describes the term of memory that grows most from `plan` to `other`.
+
+    A term is a part of the bytes on a device, such as parameters. Returns '' if no term
+    grows.
+    """
     more = _differences(plan.memory, other.memory)
     name = max(more, key=lambda name: more[name])
     if more[name] <= 0:

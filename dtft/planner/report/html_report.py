@@ -45,10 +45,11 @@ def stacked(
     A limit far beyond all bars is only mentioned in text, so that the bars stay large.
 
     Args:
-        rows: label of each bar, and its terms.
-        limit: position of the line, in the unit of the terms.
+        rows: for each bar its label, and a map from the name of each term (a piece of
+            the bar) to the term's length.
+        limit: position of the line, in the unit of the lengths.
         words: text after each bar.
-        limit_words: meaning of the limit.
+        limit_words: meaning of the limit, for the note below the bars.
     """
     names = list(dict.fromkeys(name for _, terms in rows for name in terms))
     longest = max([sum(terms.values()) for _, terms in rows], default=0.0) or 1.0

@@ -91,9 +91,10 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
 
 
 def _examples_each(question: Workload) -> int:
-    """The examples in each unit of `question.batch_size`; 1 if no reshape splits them.
+    """Returns the number of examples in each unit of `question.batch_size`.
 
     A loss that reshapes its 64 examples to 8 x 8 has 8 units of 8 examples each.
+    Returns 1 if no reshape splits the examples.
     """
     each, rest = divmod(question.num_examples, max(1, question.batch_size))
     return 1 if rest else max(1, each)
@@ -216,7 +217,7 @@ def alone_text(decision: Decision) -> tuple[str, float]:
     Returns a text and the saved seconds; "" and 0.0 if one device saves nothing or has
     too little memory. The plan for one device has none of the user's pins. It is not
     made, and the result is "" and 0.0, if the decision's plan uses one device, or if
-    launches and collectives take less than `_SMALL` of its step.
+    launches and collectives take less than half (`_SMALL`) of its step.
     """
     terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
     used = math.prod(decision.plan.mesh.values())
@@ -237,11 +238,12 @@ def alone_text(decision: Decision) -> tuple[str, float]:
 
 
 LEAST = 0.005
-"""Least share of a step's seconds that a matmul's size must waste to be reported."""
+"""Least share of a step's seconds that a finding on matmul sizes or attention scores
+must cost to be reported."""
 _LEAST_BYTES = 2**20
 _SHARE = 0.01
-"""Least share to be reported: of a tree's bytes for an array, of a step's flops for a
-dim."""
+"""Least share to be reported: of the bytes of all parameters (or of all optimizer
+state) for an array, of a step's flops for a dim or a dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,9 +277,9 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
     """Lists all findings without duplicates, the most serious kind first.
 
     The order is: kernels that do not run on the devices, repeated work, batches,
-    attention scores in memory, ragged matmuls that XLA multiplies out, dtypes without a
-    known peak, matmul sizes, indivisible dims, replicated arrays, and operators without
-    a cost rule.
+    attention scores in memory, ragged matmuls in which XLA multiplies all rows by every
+    group's matrix, dtypes without a known peak, matmul sizes, indivisible dims,
+    replicated arrays, and operators without a cost rule.
     """
     found = (
         *kernels(decision),
@@ -301,7 +303,7 @@ def products(decision: Decision) -> tuple[Lint, ...]:
     """Finds matmuls whose sizes do not suit the device, costliest first.
 
     The sizes are no multiples of the device's alignment, or fill the device's tiles
-    badly. Findings that cost less than `LEAST` of a step are left out.
+    badly. Findings that cost less than the share `LEAST` of a step are left out.
     """
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -395,7 +397,7 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
     """Finds attention whose scores are arrays in memory, costliest first.
 
     Returns () for CPU, which has no kernel that keeps scores on the chip. Findings that
-    cost less than `LEAST` of a step are left out.
+    cost less than the share `LEAST` of a step are left out.
     """
     question, device = decision.question, decision.cluster.uniform.device
     if device.platform == "cpu":
@@ -431,9 +433,10 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
 
 
 def ragged(decision: Decision) -> tuple[Lint, ...]:
-    """Finds ragged matmuls that XLA multiplies out for each group (`ir.ragged`).
+    """Finds ragged matmuls in which XLA multiplies all rows by every group's matrix.
 
-    Returns () if there are none, and for platforms for which XLA has ragged matmuls.
+    Returns at most one finding, for all of them together; () if there are none, and for
+    platforms for which XLA has ragged matmuls.
     """
     graph, device = decision.question.graph, decision.cluster.uniform.device
     groups, step_s, cost_s = 1, decision.plan.prediction.step_s, 0.0
@@ -498,7 +501,7 @@ def precision(decision: Decision) -> tuple[Lint, ...]:
 
     Custom kernels, such as cuDNN's attention, count too. The texts say which peak
     counts instead (`DeviceType.rate`). The finding with the most operations is first.
-    Findings below `_SHARE` of the operations are left out.
+    Findings below the share `_SHARE` of the operations are left out.
     """
     question, device = decision.question, decision.cluster.uniform.device
     flops: dict[ProductRate, float] = defaultdict(float)
@@ -711,8 +714,11 @@ def _spec(plan: Plan, path: str) -> Spec:
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:
-    """Finds batches that the devices do not divide, unused devices, and steps that one
-    device alone would run faster."""
+    """Finds what a batch costs that does not suit the number of devices.
+
+    The findings are on a batch that the devices do not divide, on unused devices, and
+    on a step that one device alone would run faster.
+    """
     known = (batch_text(decision), alone_text(decision))
     return tuple(
         Lint(kind="batch", text=text, cost_s=cost_s) for text, cost_s in known if text

@@ -1,7 +1,7 @@
-"""Plans a workload again with other pins (settings that the user has fixed), for
-`why_not` and for the cost of each pin.
+"""Plans a workload again with other pins, for `why_not` and the cost of each pin.
 
-A `Decision` is a selected plan, with its workload, cluster, pins and all candidates.
+Pins are settings that the user has fixed. A `Decision` is a selected plan, with its
+workload, cluster, pins and all candidates.
 """
 
 from collections.abc import Mapping
@@ -150,12 +150,14 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
     """Finds the best plan with other pins (settings that are fixed).
 
-    The pins replace the decision's pins of the same names. If no mesh of all devices
-    has the pins, meshes of fewer devices are searched.
+    The pins replace the decision's pins of the same names. If no plan fits, the result
+    is the one that needs the least memory. Meshes of fewer devices are searched if no
+    mesh of all devices has the pins, and where `best_of` with `fewer="if faster"`
+    searches them.
 
     Raises:
-        ValueError: no mesh has the pins, or only a mesh of fewer devices, some of which
-            repeat the work of others.
+        ValueError: no mesh has the pins; or only meshes of fewer devices have them, and
+            some devices of the best one repeat the work of others.
     """
 
     def best(fewer: Fewer) -> Decision:

@@ -177,7 +177,7 @@ def _arrays_divided(plan: Plan, axis: str) -> str:
 
 
 def little(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Finds the mesh axes that divide less than `_LITTLE` of the work.
+    """Finds the mesh axes that divide less than half (`_LITTLE`) of the work.
 
     Returns pairs of an axis and a text on the work that its devices repeat.
     """
@@ -198,7 +198,7 @@ NUM_COLLECTIVES = 12
 """Number of collectives that have a row each in a table: those with the most bytes."""
 NUM_ALTERNATIVES = 10
 """Number of alternatives that have a row each in a table: the first of the ranking. The
-best form of each baseline has a row too."""
+first alternative of each baseline (rule of thumb, such as fsdp) has a row too."""
 _WIDTH = 24
 """Total length, in characters, of the bars in the table of a step's seconds."""
 
@@ -240,8 +240,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Returns the rule of thumb that an alternative follows, such as `fsdp`; `-` for
-    none."""
+    """Returns the rule of thumb of an alternative, such as `fsdp`; `-` for none."""
     return alternative.name or "-"
 
 
@@ -290,8 +289,11 @@ def _end(end_s: float, prediction: Prediction) -> str:
 
 
 def _rates(plan: Plan) -> tuple[str, ...]:
-    """Describes examples per second and MFU (model flops utilization), if they are
-    known."""
+    """Describes examples per second and MFU (model flops utilization) in one text.
+
+    Leaves out the MFU if the seconds of the model at peak speed are not known. Returns
+    () if the number of examples is not known.
+    """
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     if not plan.examples or not step_s:
         return ()
@@ -489,9 +491,10 @@ def bound(plan: Plan) -> Section:
 
 
 def alternatives(plan: Plan) -> Section:
-    """Tabulates the best candidates of the search and its baselines, by rank.
+    """Tabulates the best alternatives of the plan and every baseline, by rank.
 
-    The baselines are meshes of common rules of thumb (`shown`).
+    There are `NUM_ALTERNATIVES` rows for the best alternatives, and a row for each
+    baseline (a mesh of a common rule of thumb) that is not among them.
     """
     rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")

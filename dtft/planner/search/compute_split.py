@@ -57,8 +57,7 @@ def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]
 
 
 def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
-    """Returns the dims, each replaced by the dim that represents it in all equal
-    layers."""
+    """Replaces each dim by the dim that represents it in all equal layers."""
     return frozenset(map(question.root, dims))
 
 

@@ -46,16 +46,16 @@ from dtft.planner.workload import Workload
 MOST = 64
 """Largest factor on the number of devices that `remedies` tries to make a plan fit."""
 Best = Callable[[Cluster, Mapping[str, Any], bool], Plan]
-"""A function that returns the best plan or, if no plan fits, the leanest (`best_of`).
+"""A function that returns the best plan, or the leanest plan if no plan fits.
 
-The arguments are the cluster, the pins, and whether to search also knobs that cannot be
-run.
+The leanest plan needs the fewest bytes on a device. The arguments are the cluster, the
+pins, and whether to search also knobs that cannot be run.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change after which a plan fits in memory, with the best plan found then."""
+    """A change, in words, after which a plan fits in memory; and the best such plan."""
 
     change: str
     plan: Plan
@@ -141,8 +141,7 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 def _tried(
     best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
 ) -> Plan | None:
-    """Plans again with `best`; None if no plan can have the pins or the plan does not
-    fit.
+    """Plans again with `best`; None if the pins cannot be met or no plan fits.
 
     Args:
         best: function that returns the best plan, or the leanest plan if none fits.
@@ -178,7 +177,7 @@ def _larger(pool: Pool) -> Iterator[Pool]:
 def _tried_devices(pool: Pool) -> str:
     """Describes for an error how many more devices were tried, or why none were.
 
-    More devices are tried if no plan fits the devices of the pool.
+    More devices are tried if no plan fits in the memory of the pool's devices.
     """
     if any(_larger(pool)):
         return f"up to {MOST} times as many devices"
@@ -201,8 +200,10 @@ all devices divides the batch (details: `MeshRules.fewer`).
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RematVariant:
-    """The search under one remat policy, and its candidates with predicted time and
-    memory."""
+    """The search under one remat policy, and its candidates with their prices.
+
+    The prices are predicted time and memory.
+    """
 
     search: PlanSearch
     priced: Priced
@@ -466,11 +467,11 @@ take most of the time of planning."""
 def _prices_all(question: Workload, pool: Pool) -> bool:
     """Returns whether remat is priced even if it can save only time, and not memory.
 
-    This is so for small programs (`_FEW_OPERATORS`), and for scanned layers on
-    accelerators. A scan copies what its body saves for the backward pass into arrays of
-    all layers, and copies it out again. Computing it again may take less time than
-    these copies: on one H200, steps of two transformers with scanned layers took 7 %
-    and 27 % less time with remat (`experiments/gpu_plans.py`). CPU devices are left
+    This is so for programs of at most `_FEW_OPERATORS` operators, and for scanned
+    layers on accelerators. A scan copies what its body saves for the backward pass into
+    arrays of all layers, and copies it out again. Computing it again may take less time
+    than these copies: on one H200, steps of two transformers with scanned layers took
+    7 % and 27 % less time with remat (`experiments/gpu_plans.py`). CPU devices are left
     out, because such copies were not measured there.
     """
     operators = question.graph.operators
@@ -479,7 +480,7 @@ def _prices_all(question: Workload, pool: Pool) -> bool:
 
 
 def _first(one: RematVariant) -> tuple[bool, bool, float]:
-    """Returns the sort key (`_order_of`) of the best candidate of a remat policy."""
+    """Returns the sort key of a remat policy's best candidate; the least is best."""
     return _order_of(one, int(one.priced.ranking[0]))
 
 

@@ -24,6 +24,8 @@ Table = tuple[tuple[int, ...], np.ndarray]
 _Price = tuple[float, int, int, int]
 """Sort key of a variable; the variable with the smallest key is eliminated next.
 
+Variables that share a table are neighbors; an edge joins them.
+
 * The number of edges that its elimination adds between its neighbors; inf if its table
   is too large.
 * The number of entries of its table; 0 if no edges are added.
@@ -155,7 +157,8 @@ def eliminate(
     Args:
         sizes: the number of values of each variable.
         tables: the tables whose sum is minimised: pairs of variables and costs.
-        order: every variable with more than one value, once (`elimination_order`).
+        order: every variable with more than one value, once, in the order of
+            elimination (a result of `elimination_order`).
     """
     rank = {variable: place for place, variable in enumerate(order)}
     buckets: list[list[Table]] = [[] for _ in order]
@@ -285,10 +288,10 @@ def _added(bucket: list[Table]) -> Table:
 def _aligned(
     scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns a table's costs with one dim for each variable of `wide`, in this order;
-    variables that the table lacks get dims of size 1.
+    """Returns a table's costs with one dim for each variable of `wide`, in this order.
 
-    `scope` has the variables of the table, one for each dim of `costs`.
+    Variables that the table lacks get dims of size 1. `scope` has the variables of the
+    table, one for each dim of `costs`.
     """
     if scope == wide:
         return costs

@@ -50,11 +50,10 @@ from dtft.planner.workload import Role, Workload
 OnStages = Callable[
     [Space, np.ndarray, dict[str, np.ndarray]], Mapping[str, np.ndarray]
 ]
-"""A function that computes the bytes on a device of a pipeline stage
-(`pipeline.Staged.memory`).
+"""A function that computes the bytes on a device of a pipeline, by term.
 
-The arguments are the space, the indices of candidates, and the bytes by term as if each
-stage had all layers.
+Each term is that of the stage with the most bytes of it. The arguments are the space, the indices of candidates, and the bytes by term as if each
+stage had all layers. The function is `pipeline.Staged.memory`.
 """
 
 # State between uses. Equal arrays of equal layers are evaluated once. `spmd.zero`
@@ -99,8 +98,11 @@ class Resting:
 
     @cached_property
     def arrays(self) -> Mapping[Role, Counter[Alike]]:
-        """Map from a role (parameter, optimizer state, batch) to its groups of equal
-        arrays, and the number of arrays in each group."""
+        """Map from a role to its groups of equal arrays, with each group's size.
+
+        The role is parameter, optimizer state or batch. The size is the number of
+        arrays in the group.
+        """
         question, graph = self._question, self._question.graph
         found: dict[Role, Counter[Alike]] = {
             "parameter": Counter(), "optimizer": Counter(), "batch": Counter()

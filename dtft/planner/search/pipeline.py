@@ -143,6 +143,8 @@ class Staged:
     ) -> StepCost:
         """Computes the base seconds (`StepCost`) of candidates that share a division.
 
+        Base seconds are those by the catalog's figures, before scalars multiply them.
+
         Args:
             division: which axes divide which dims on the devices of a stage.
             space: the candidates.

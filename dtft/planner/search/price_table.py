@@ -136,7 +136,7 @@ class Columns:
         return self._lies[axes]
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
-        """Finds the device groups along each of several sets of axes (`lies`).
+        """Finds the devices that communicate along each of several sets of axes.
 
         Args:
             several: the sets of axes; not empty.
@@ -180,7 +180,8 @@ class Columns:
     def divided(self, divisors: Iterable[Axes]) -> Cases:
         """Partitions the points (meshes with a number of microbatches) into cases.
 
-        All points of a case have the same product of the sizes of each set of axes.
+        All points of a case have the same product of the sizes of each set of axes in
+        `divisors`.
         """
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
@@ -189,8 +190,8 @@ class Columns:
         """Partitions the points (meshes with a number of microbatches) into cases.
 
         All points of a case have the same product of the sizes of each set of axes in
-        `divisors`, and devices that communicate over `axes` lie alike on the fabric
-        (`lies`).
+        `divisors`, and as many devices on each level of the fabric that communicate
+        over `axes`.
         """
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
@@ -500,8 +501,9 @@ class Rates:
     ) -> list["_Joined"]:
         """Computes the bytes of each bundle (combined collectives) at the given points.
 
-        If two bundles join (`Bundle.joins`) and use the same axes at a point, the first
-        bundle gets the bytes of both at this point, and the second bundle gets 0.
+        If two bundles may be combined (`Bundle.joins`) and use the same axes at a
+        point, the first bundle gets the bytes of both at this point, and the second
+        bundle gets 0.
 
         Args:
             together: the bytes of each bundle each time it is sent.
@@ -538,8 +540,11 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Joined:
-    """The bytes of a bundle (combined collectives) each time it is sent, at given
-    points."""
+    """The bytes of a bundle (combined collectives) each time it is sent, by point.
+
+    `points` has indices of points (meshes with a number of microbatches), `num_bytes`
+    the bytes at each of them.
+    """
 
     bundle: Bundle
     points: np.ndarray
@@ -560,7 +565,8 @@ def repeats_of(done: OperatorWork) -> Repeats:
 
 
 GroupKey = tuple[int, PatternKey]
-"""Index of a group in `Workload.groups`, and its `PatternKey` under a division."""
+"""Index of a group in `Workload.groups`, and the part of a division (which axes divide
+which dims) that the work of the group's operator depends on."""
 
 _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
@@ -652,8 +658,8 @@ class PricedOp:
     computing: Table
     """Seconds per step that each device computes the operators."""
     sending: tuple[Table, ...]
-    """Seconds per step of each collective, as if sent alone. Without sync skew (devices
-    wait for each other) if the collective has a bundle."""
+    """Seconds per step of each collective, as if sent alone. If the collective has a
+    bundle, sync skew (devices wait for each other) is left out."""
     starts: Table
     """The number of operators launched in a step; 0 if they are fused into others."""
     bundles: tuple[tuple[Bundle, Table] | None, ...]

@@ -1,11 +1,11 @@
-"""Prices every candidate of a space: seconds and bytes by term.
+"""Prices every candidate of a space: seconds and bytes by term, such as compute.
 
 For each mesh and number of microbatches, the dims that `tensor` divides are selected by
 an exact solver, but as if each collective were sent separately, without overlap with
 computation. The prices then include combined collectives and overlap.
 
-To add a knob (a setting of plans), first add its values to `enumerate_space`. An axis
-that divides examples, positions or other dims is placed in `_base`. A knob that changes
+To add a knob (a setting of plans), first add its values to `enumerate_space`. For an
+axis, add the dims that the axis divides to `PlanSearch._base`. A knob that changes
 the work of operators on a device becomes a column of `Columns`. A knob that changes
 only which arrays are kept, gathered or updated is read from the space in `_terms` and
 `_memory`.
@@ -67,19 +67,20 @@ def sending_s(
     """Computes the seconds per step of collectives, before overlap with computation.
 
     Counts the collectives of operators and the all-gathers of parameters, but not the
-    sends between pipeline stages. For all-gathers sent one by one ahead of computation,
-    the share that computation hides (`Link.ahead`) is already left out. `cost.added_s`
-    takes the overlap into account.
+    sends between pipeline stages. For all-gathers that wait for no computation and are
+    sent one by one, the share that measured links hide behind computation is left out.
+    The caller subtracts all other overlap, with `cost.added_s`.
 
     Args:
         resting: prices of the gathers of parameters that ZeRO divides.
         parts: divisions (which axes divide which dims), each with the indices of its
             candidates.
         sums: totals of the operators under each of these divisions.
-        zero: ZeRO level of each candidate.
+        zero: ZeRO level of each candidate of the space.
 
     Returns:
-        For each part the seconds of its candidates; float [candidates of the part].
+        For each entry of `parts` the seconds of its candidates; float [candidates of
+        the entry].
     """
     columns, rates = resting.prices.columns, resting.prices.rates
     found = [np.zeros(len(rows)) for _, rows in parts]
@@ -124,13 +125,13 @@ class PlanSearch:
     """A search that prices the candidates of one workload on one pool."""
 
     def __init__(self, question: Workload, pool: Pool, *, scatters: bool) -> None:
-        """Builds the `Timeline` of the workload; `price` does the pricing.
+        """Prepares the model of the workload's memory; `price` does the pricing.
 
         Args:
             question: the workload.
             pool: a pool of equal devices.
-            scatters: whether the backend has reduce-scatter
-                (`ShardingAssignment.scatters`).
+            scatters: whether the backend has reduce-scatter; if not, it all-reduces,
+                and each device keeps its part of the sum.
         """
         self.question, self.pool, self.scatters = question, pool, scatters
         timeline = Timeline(
@@ -144,6 +145,10 @@ class PlanSearch:
 
     def price(self, space: Space, rates: Rates | None = None) -> Priced:
         """Computes time and memory of every candidate.
+
+        Selects the dims that `tensor` divides. If the devices of a candidate then
+        repeat work, also prices dims that make `tensor` divide matmuls, and keeps the
+        better of both.
 
         Args:
             space: the candidates.
@@ -253,7 +258,9 @@ class PlanSearch:
     def works(
         self, division: ShardingAssignment
     ) -> tuple[tuple[OpGroup, OperatorWork], ...]:
-        """Returns each group of operators, with the work of a device in its operator.
+        """Returns the groups of operators of a step, each with the work of one device.
+
+        The work is that in one execution of the operator that represents the group.
 
         Args:
             division: which mesh axes divide which dims.
@@ -310,8 +317,7 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Returns which dims each axis divides, except for the axes `tensor` and
-        `stage`."""
+        """Returns which dims each axis except `tensor` and `stage` divides."""
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
@@ -333,7 +339,7 @@ class PlanSearch:
     def _layouts(
         self, of: np.ndarray, found: Sequence[ShardingAssignment], which: np.ndarray
     ) -> list[Part]:
-        """Returns the divisions of points, each with the indices of its candidates.
+        """Returns the divisions, each with the indices of the candidates that use it.
 
         Args:
             of: the point (mesh and number of microbatches) of each candidate.
@@ -387,7 +393,8 @@ class PlanSearch:
     def step_cost(self, space: Space) -> StepCost:
         """Computes the base seconds of every candidate, which scalars multiply.
 
-        Base seconds are those by the catalog's figures of devices and links.
+        Base seconds are those by the catalog's figures of devices and links. The
+        scalars (`Scales`) are fitted to measured steps.
 
         Args:
             space: the candidates.
@@ -406,7 +413,8 @@ class PlanSearch:
         """Computes the bytes on a device of every candidate, by term.
 
         The terms are those of `ranking.MEMORY`, without `reserve`, the share of a
-        device's memory that plans leave free.
+        device's memory that plans leave free. Offload is ignored: the optimizer state
+        counts as if it were on the device.
 
         Args:
             space: the candidates.

@@ -217,8 +217,8 @@ class Choices:
     batch: int
     """Samples in a step."""
     divides: Mapping[str, tuple[int, ...]]
-    """Map from an axis to search to the array sizes that its size must divide; ()
-    allows any."""
+    """For each axis that is searched, the array sizes that the size of the axis must
+    divide; () allows any size."""
     data_axes: tuple[str, ...] = ("replica", "fsdp")
     """Axes that divide the batch; an axis that is not searched has size one."""
     levels: tuple[int, ...] = ()
@@ -232,6 +232,8 @@ class Choices:
     """ZeRO levels to search. Levels above 0 divide over `fsdp`: a mesh has an axis
     `fsdp` larger than one exactly if its level is above 0."""
     memory: MemoryFloor | None = None
+    """Lower bound of the memory of a candidate, by which candidates are left out; None
+    leaves out none."""
     fewer: tuple[int, ...] | None = ()
     """Smaller numbers of devices to search too, besides all devices and the number
     that the batch may require (`MeshRules.fewer`). With None, `decision` keeps only

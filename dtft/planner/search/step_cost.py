@@ -31,9 +31,11 @@ class Scales:
     the launch time of the device, and a host that runs Python between layers is
     slower."""
     fast_link: float = 1.0
-    """Factor on collectives inside a host."""
+    """Factor on collectives that use no InfiniBand or Ethernet, such as those inside a
+    host."""
     network: float = 1.0
-    """Factor on collectives between hosts; other jobs use the network too."""
+    """Factor on collectives that use InfiniBand or Ethernet, as between hosts; other
+    jobs use the network too."""
     next_stage: float = 1.0
     """Factor on sends to the next pipeline stage, inside or between hosts."""
 
@@ -57,13 +59,15 @@ class Scales:
 
 
 NETWORKS: tuple[LinkKind, ...] = ("InfiniBand", "Ethernet")
-"""Links of `Scales.network`; all others have `Scales.fast_link`."""
+"""Kinds of links that are networks: `Scales.network` multiplies the seconds of their
+collectives, and `Scales.fast_link` those of all other links."""
 _SCALE = {name: number for number, name in enumerate(Scales.names())}
 _NEAR, _FAR = "fast_link", "network"
 STAGE_SCALES = ("matmul", "memory", "launch", _NEAR, _FAR, "next_stage")
-"""Columns of `StepCost.stages`, each named as its scalar."""
+"""Columns of `StepCost.stages`, each named as the scalar that multiplies it."""
 LINK_SCALES = (_NEAR, _FAR)
-"""Columns of collectives, each named as its scalar."""
+"""Columns of `StepCost.behind` and `StepCost.state`, each named as the scalar that
+multiplies it."""
 STEP_TERMS = (
     "matmul", "elementwise", "launch", "tensor", "pipeline", "data", "optimizer",
     "bubble",
@@ -72,14 +76,15 @@ STEP_TERMS = (
 launches; collectives of activations; sends to the next stage and back; collectives of
 gradients and parameters; the optimizer update; and waiting for other stages."""
 COLLECTIVE_TERMS = ("tensor", "pipeline", "data")
-"""The terms of `STEP_TERMS` that `Accuracy.errors` has as `collectives`."""
+"""The terms of `STEP_TERMS` that are seconds of collectives; a prediction has one
+relative error for their sum, and one for the sum of all other terms."""
 
 
 def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
     """Sums the terms of a step into `compute` and `collectives`.
 
-    `collectives` has the terms in `COLLECTIVE_TERMS`, `compute` all others.
-    `Accuracy.errors` has one error for each of these two sums.
+    `collectives` has the terms in `COLLECTIVE_TERMS`, `compute` all others. A
+    prediction has one relative error (`Accuracy.errors`) for each of these two sums.
 
     >>> terms_of_accuracy({"matmul": 3.0, "data": 0.5, "bubble": 1.0})
     {'compute': 4.0, 'collectives': 0.5}
@@ -123,8 +128,9 @@ class StepCost:
     overlap_share: np.ndarray
     """The share of computation that collectives can overlap, [rows]."""
     order: np.ndarray
-    """Pairs (t, c), float [rows, pairs, 2]: the share t of the computation can hide no
-    more than the share c of the collectives `behind` (`ir.read_order`)."""
+    """Pairs (t, c), float [rows, pairs, 2]: the share c of the collectives in `behind`
+    can be hidden only by the share t of the computation. They are the collectives of
+    the parameters that the forward pass reads first (`ir.read_order`)."""
 
     def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
         """Computes the seconds of a step by term (`STEP_TERMS`), for each candidate.

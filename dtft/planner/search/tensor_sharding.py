@@ -64,7 +64,7 @@ divide; candidates with an axis below this share count as idle."""
 
 
 def busy_axes(ways: Sequence[PricedOp]) -> set[str]:
-    """Returns the axes that divide at least `NEARLY_NONE` of the work of a program.
+    """Returns the axes that divide at least the share `NEARLY_NONE` of the work.
 
     The work is the operations of matmuls, convolutions and kernels such as attention.
     If the program has none of these, all operators count.
@@ -133,7 +133,7 @@ class Chooser:
         """Finds the dims that make a step fastest if the axis must not be idle.
 
         The axis must divide one or more of the dims whose division alone divides at
-        least `NEARLY_NONE` of the work of matmuls, convolutions and kernels.
+        least 1 % (`NEARLY_NONE`) of the work of matmuls, convolutions and kernels.
 
         Args:
             points: indices of the points (meshes with a number of microbatches).
@@ -179,8 +179,11 @@ class Chooser:
 
     @cached_property
     def _heavy(self) -> list[int]:
-        """The variables of the dims whose division alone divides at least `NEARLY_NONE`
-        of the work of matmuls, convolutions and kernels."""
+        """The variables of the dims that are worth dividing on their own.
+
+        If the axis divides only such a dim, it divides at least 1 % (`NEARLY_NONE`) of
+        the work of matmuls, convolutions and kernels.
+        """
         divided = dict.fromkeys(self._dims, 0.0)
         for scope, choices in self._costs_of.items():
             for place, dim in enumerate(scope):

@@ -109,17 +109,17 @@ class _Listed:
 
     @property
     def ahead(self) -> bool:
-        """Whether the collective waits for no computation (`Bundle.ahead`)."""
+        """Whether the collective waits for no computation, as a prefetched gather."""
         return self.bundle is not None and self.bundle.ahead
 
 
 def _collectives(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> list[_Listed]:
-    """Lists the collectives of a step: of operators, of arrays, and between stages.
+    """Lists a step's collectives: of operators, gathers of state, and between stages.
 
-    For a pipeline, lists the collectives of an average stage and its sends to other
-    stages.
+    The gathers of state are those of parameters that ZeRO divides. For a pipeline,
+    lists the collectives of an average stage and its sends to other stages.
 
     Args:
         search: the search, with the program and the devices.
@@ -411,7 +411,7 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 
 
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
-    """Lists the best candidates and every baseline, in the order of the ranking.
+    """Lists the `num_ranked` best candidates and every baseline, best first.
 
     A baseline is a mesh of a common rule of thumb. Leaves out candidates with idle
     devices unless the best candidate has idle devices, because candidates with idle

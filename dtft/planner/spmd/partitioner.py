@@ -24,7 +24,7 @@ MICRO = "microbatches"
 """Name of the pseudo-axis of microbatches, which divides the batch in time: sums over
 this axis need no collective."""
 Sizes = Mapping[str, Any]
-"""Axis to its size: an int, or an array with one entry per candidate."""
+"""Map from an axis to its size: an int, or an array with one entry per candidate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -519,8 +519,11 @@ class _Placed(WorkDims):
             self._add("all_to_all", exchanged, amount)
 
     def _further(self, value: Value) -> Axes:
-        """Lists the axes that divide a sum further than `ShardingAssignment.spec` does,
-        as ZeRO divides gradients (`ShardingAssignment.rest`)."""
+        """Lists the axes that divide a sum in addition to those of its spec.
+
+        ZeRO divides gradients this way (`ShardingAssignment.rest`). Returns () for
+        other values.
+        """
         dims = frozenset(map(self.division.root, value.dims))
         return tuple(
             a for axes in self.division.rest.get(dims, {}).values() for a in axes

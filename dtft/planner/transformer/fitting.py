@@ -151,11 +151,11 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Computes how much slower than the fastest row the best of `top` rows is.
+    """Computes the regret: how much slower the best of the predicted `top` rows is.
 
-    These `top` rows have the shortest predicted times. The result is the ratio of the
-    shortest measured time among them to that of all rows: 1 means that the row that was
-    measured fastest is among them.
+    The `top` rows with the shortest predicted times are selected. The result is the
+    shortest measured time among them, divided by the shortest measured time of all
+    rows: 1 means that the row that was measured fastest is among them.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
     1.1
@@ -227,7 +227,7 @@ class UnseenRows:
 
 
 def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
-    """Derives the errors of predictions from rows that no fit saw.
+    """Derives the errors of predictions from rows that were left out of all fits.
 
     The interval is the prediction interval of a random-effects model (Higgins et al.,
     "A re-evaluation of random-effects meta-analysis", 2009). The error of a row is the
@@ -265,7 +265,7 @@ class IntervalCoverage:
     """How many of a table's rows were measured within their prediction intervals."""
 
     held: float
-    """Share of the rows whose measurement is in the interval."""
+    """Share of the rows whose measurement is in the row's interval."""
     num_below: int
     """The number of rows that were measured below the interval."""
     num_above: int

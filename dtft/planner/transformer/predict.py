@@ -57,7 +57,8 @@ A100_SCALES = Scales(
     next_stage=0.7116,
 )
 """Factors fitted to the 21 rows of group E of
-`experiments/data/bigscience_176b_a100.csv` with 72 layers of 14336 (A100 80 GB)."""
+`experiments/data/bigscience_176b_a100.csv`: 72 layers of width 14336 on A100 of 80
+GB."""
 
 H100_SCALES = Scales(
     matmul=1.0542,
@@ -281,7 +282,8 @@ class RowPrediction:
     tflops_per_gpu: float
     """TFLOP/s per device with recomputation, as in the published tables."""
     memory: dict[str, int]
-    """Bytes of a device of the fullest pipeline stage, by term, such as `gradients`."""
+    """Bytes of a device, by term, such as `gradients`. Each term is that of the
+    pipeline stage with the most bytes of this term."""
     capacity_bytes: int
     """Bytes of memory of a device."""
     unlisted: tuple[str, ...] = ()
@@ -295,7 +297,11 @@ class RowPrediction:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a device of the fullest pipeline stage: the sum of `memory`."""
+        """Bytes of a device: the sum of `memory`.
+
+        With a pipeline this is an upper bound: the terms may be those of different
+        stages.
+        """
         return sum(self.memory.values())
 
     @property
@@ -348,7 +354,8 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
     Raises:
         ValueError: the table or a row cannot be read or run; or the cluster is unknown,
             too small, or has devices that JAX cannot run on. Nothing is predicted then.
-            The error names column and row of each bad row (`Table.rows`).
+            The error of a bad row names row and column; of many bad rows, it names the
+            first, as that of `Table.rows`.
     """
     table = Table.parse(text)
     found = []

@@ -321,8 +321,8 @@ def _experts(shape: Shape) -> tuple[Function, Function]:
     """Returns the functions that bring tokens to experts, and the results back.
 
     The first function maps tokens to the inputs of experts. The second maps the outputs
-    of experts, and the share of each expert in each token, to tokens. Each expert gets
-    the same number of tokens of each sequence.
+    of experts, and the router's weight of each expert for each token, to tokens. Each
+    expert gets the same number of tokens of each sequence.
     """
     places = shape.seq_len * shape.top_k // shape.experts
 
@@ -365,7 +365,7 @@ class LayerKernels:
     """Function from the output of attention or feed-forward and the residual to their
     sum."""
     drop: Function
-    """Dropout of the embedding."""
+    """Dropout of the embedding; without effect if the software has no dropout."""
     softmax: Function
     """Function from attention scores to probabilities, with dropout if the software has
     dropout."""
@@ -373,13 +373,17 @@ class LayerKernels:
     """Function that copies the attention output of all heads into one contiguous array.
     """
     flash: Function
+    """Flash attention of queries, keys and values `[B, T, N, H]`."""
     grouped_flash: Function
     """Flash attention of queries `[B, T, K, G, H]`, and keys and values `[B, S, K, H]`.
     """
     exchange: Function
     """Function that brings the keys or values of all positions to each device."""
     recompute: Function
+    """Function from a function to the same function, recomputed in the backward pass.
+    """
     loss: Function
+    """Function from logits and labels to the mean loss of all tokens."""
 
 
 def _same(x: jax.Array) -> jax.Array:

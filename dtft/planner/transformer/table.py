@@ -24,7 +24,7 @@ COUNTS = (
     "heads", "hidden", "layers", "seq_len", "vocab", "gpus", "tp", "pp", "dp",
     "micro_batch", "virtual_stages", "global_batch",
 )  # fmt: skip
-"""Columns that every row must fill with a whole number above 0."""
+"""Columns that a table must have, with a whole number above 0 in every row."""
 REQUIRED = (*COUNTS, "recompute")
 OPTIONAL_COUNTS = ("ffn", "kv_heads", "experts", "top_k", "cp", "ep")
 """Columns with a whole number above 0. By default `ffn` is 4 x `hidden`, `kv_heads` is
@@ -110,7 +110,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A header and its rows, as text."""
+    """A header and its rows, as text.
+
+    `cells` has for each row a map from the name of a column to the row's cell.
+    """
 
     header: tuple[str, ...]
     cells: tuple[Mapping[str, str], ...]
