@@ -1,4 +1,4 @@
-"""The placement problem as plain numbers, and a lower bound on the seconds of a step."""
+"""The placement problem as numbers, and a lower bound on the seconds of a step."""
 
 from copy import copy
 

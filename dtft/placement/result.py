@@ -1,4 +1,4 @@
-"""The placement, node and times of each task, as JSON, tables, HTML page and pictures."""
+"""The node and times of each task, as JSON, tables, HTML page and pictures."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence

@@ -52,8 +52,9 @@ OnStages = Callable[
 ]
 """A function that computes the bytes on a device of a pipeline, by term.
 
-Each term is that of the stage with the most bytes of it. The arguments are the space, the indices of candidates, and the bytes by term as if each
-stage had all layers. The function is `pipeline.Staged.memory`.
+Each term is that of the stage with the most bytes of it. The arguments are the space,
+the indices of candidates, and the bytes by term as if each stage had all layers. The
+function is `pipeline.Staged.memory`.
 """
 
 # State between uses. Equal arrays of equal layers are evaluated once. `spmd.zero`
