@@ -73,9 +73,10 @@ def start_coordination_service(
 
     If the service is not open, processes wait until all have connected, and process 0
     then publishes the devices of all. If it is open, a process can join at any time,
-    also with the index of a process that has died. For this, the function itself
-    connects once with each index before it returns. The processes of an open service
-    have the indices 1 to num_processes - 1; none may have index 0.
+    also with the index of a process that has died. JAX's service allows this once every
+    index has been connected, so this function itself connects with each index once
+    before it returns. The processes of an open service have the indices 1 to
+    num_processes - 1; none may have index 0.
 
     Args:
         address: host:port at which the service listens.
@@ -257,9 +258,9 @@ def give_up_process(address: str, index: int) -> None:
     """Makes the coordination service count a process as replaced.
 
     The service must be open: a process may join at any time
-    (`start_coordination_service`). Connects with the index of the process and
-    disconnects again. If the process still runs, JAX ends it. Collectives that other
-    processes share with it end with an error.
+    (`start_coordination_service`). This function connects with the index of the process
+    and disconnects again. If the process still runs, JAX ends it. Collectives that it
+    shares with other processes end with an error.
 
     Args:
         address: host:port of the service.
@@ -281,7 +282,7 @@ def give_up_process(address: str, index: int) -> None:
 
 
 def know_processes(indices: Sequence[int], timeout_s: float) -> None:
-    """Tells XLA the current incarnations of the processes of the next collectives.
+    """Tells XLA the incarnations of the processes that share the next collectives.
 
     A process that connects with the index of a dead process is a new incarnation. On
     GPUs XLA aborts a collective once one of its processes has died or was replaced, but
@@ -488,9 +489,9 @@ class PortableProgram:
             others: the devices to load the program for; as many, in mesh order.
 
         Raises:
-            ValueError: the function closes over arrays; or the program may have come
-                from JAX's compilation cache without a call of `share_cached_programs`
-                before.
+            ValueError: the function closes over arrays; or JAX has a compilation cache,
+                and `share_cached_programs` was not called before the program was
+                compiled.
         """
         program: Any = self.compiled
         if not self._has_bytes:
@@ -828,8 +829,8 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
     """Returns the number of constants and of carried values of a `scan`.
 
     `eqn` is the equation of the `scan` in a jaxpr. The constants are its first
-    arguments, followed by the carry. Both numbers are parameters of the equation. JAX
-    0.12 has `ft_in` instead, the trees of the arguments.
+    arguments, followed by the carry. Both numbers are parameters of the equation. In
+    JAX 0.12 they are counted from the parameter `ft_in`, the trees of the arguments.
     """
     if "ft_in" in eqn.params:
         constants, carry, _ = eqn.params["ft_in"].unpack()

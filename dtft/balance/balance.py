@@ -1,34 +1,29 @@
 """Decides from measured rounds of steps when to change the division of load.
 
-A division is the load of each node, such as its number of microbatches.
+A division is the load of each node, such as its number of microbatches. A round is a
+series of training steps with one division. `Balance.after` is a pure function: it takes
+the measured seconds of a round and returns the next `Balance`, perhaps with another
+division. What is divided is a `Work`: `Microbatches`, `Operators` or `Layers`.
 
-A round is a series of training steps with one division, and has four parts: divide,
-train, measure, judge. `Balance.after` is a pure function: it takes the measured seconds
-of a round and returns the next `Balance`. What is divided is a `Work`: `Microbatches`,
-`Operators` or `Layers`.
+There are two policies. `proportional` divides by weights, the relative speeds of the
+nodes. After each round it raises the weights of the nodes that waited longer than the
+mean, and lowers the others. `exact` takes the division with the shortest step by the
+seconds that `SpeedEstimator` estimates. It changes the division if the fraction of a
+step's seconds that this saves is above a threshold, which grows with the noise.
 
-There are two policies. `proportional` raises the weight of a node that waits. `exact`
-takes the division that is best for the seconds of `SpeedEstimator`, if the gain is
-above the noise. `exact` has a guarantee if a step takes as long as its slowest node.
-Let e be the largest relative error of the estimated seconds of nodes, d the least gain
-that is accepted, a the division at the end, a* the best division, T(x) the true and
-T(x; est) the estimated step seconds of division x, and K `Rules.patience`.
-The last candidate c was refused: (1 - d) T(a; est) <= T(c; est), and T(c; est) <=
-T(a*; est) because c is best for the estimates. Estimates are off by at most e:
-(1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
-T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)).
-If c was tried before, it was refused by the measured seconds of both divisions: then
-T(a) (1 - d) <= T(c) with an error e of each, and T(c) <= T(a*) (1 + e) / (1 - e), so
-(1 + e) / (1 - e) counts twice. Each accepted division multiplies the true T by at most
-r = (1 - d) (1 + e) / (1 - e). With d > 2 e / (1 + e), r is below 1. So at most
-ln(T(a0) / T(a*)) / ln(1 / r) divisions are accepted, with a0 the first division, each
-followed by at most K rounds.
+`exact` has a guarantee if a step takes as long as its slowest node. Let e be the
+largest relative error of a node's estimated seconds, and d the threshold. Once `exact`
+changes the division no more, a step takes at most (1 + e) / ((1 - e) (1 - d)) times as
+long as with the best division; if the last candidate was in force before, (1 + e) /
+(1 - e) counts twice. With d > 2 e / (1 + e) the number of changes is finite. The
+comment below the imports has the proof.
 
-The bound does not hold if a step also waits for other things, as a pipeline does, or if
-a node's seconds do not follow from its load. Still, between two drifts of a node a
-remembered division is accepted again only if it was measured to be faster by d than the
-division in force. `speed_estimator.MOST` divisions are remembered, or all divisions if
-`after` gets the seconds of whole steps.
+The guarantee does not hold if a step also waits for other things, as a pipeline does,
+or if a node's seconds do not follow from its load. Still, until a node drifts (its
+seconds change relative to the other nodes), an earlier division is accepted again only
+if its measured steps were faster by d than those of the division in force. The
+measured seconds are kept for the last `speed_estimator.MOST` divisions, or for all
+divisions if `after` gets the seconds of whole steps.
 """
 
 from collections.abc import Mapping
@@ -41,6 +36,20 @@ from numpy.typing import ArrayLike, NDArray
 from dtft.balance.load_shares import waits
 from dtft.balance.speed_estimator import Load, SpeedEstimator, Speeds, key_of
 from dtft.planner.arguments import check_choice, check_number, check_whole
+
+# Proof of the guarantee of `exact`. Let a be the division at the end, a* the best
+# division, T(x) the true and T(x; est) the estimated step seconds of division x, and K
+# `Rules.patience`. The last candidate c was refused: (1 - d) T(a; est) <= T(c; est),
+# and T(c; est) <= T(a*; est) because c is best for the estimates. Estimates are off by
+# at most e: (1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
+#     T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)).
+# If c was in force before, it was refused by the measured seconds of both divisions:
+# then T(a) (1 - d) <= T(c) with an error e of each, and
+#     T(c) <= T(a*) (1 + e) / (1 - e),
+# so (1 + e) / (1 - e) counts twice. Each accepted division multiplies the true T by at
+# most r = (1 - d) (1 + e) / (1 - e), which is below 1 if d > 2 e / (1 + e). So at most
+#     ln(T(a0) / T(a*)) / ln(1 / r)
+# divisions are accepted, with a0 the first division, each followed by at most K rounds.
 
 # Seconds of whole steps by division. If a step takes longer than its slowest node (a
 # pipeline fills and drains, nodes wait for transfers), the seconds of nodes do not
@@ -274,12 +283,12 @@ class Balance(Generic[Division]):
 
     @property
     def settled(self) -> bool:
-        """Whether the division is settled: no change and no drift in `patience` rounds.
+        """Whether the last `patience` rounds had no change of division and no drift.
 
         `patience` is a field of `rules`; a round is a series of steps with one
         division. A node drifts if its seconds per unit change relative to the other
-        nodes. A settled division can still change if a node drifts, or if more steps
-        make the noise smaller than a gain.
+        nodes. A settled division can still change: after a drift, or once more measured
+        steps have reduced the threshold below the gain of another division.
         """
         return self.unchanged >= self.rules.patience
 
@@ -294,9 +303,9 @@ class Balance(Generic[Division]):
         """Returns the balance after one more round, perhaps with another division.
 
         A round is a series of steps with one division. The policy of `rules` proposes a
-        division, the candidate. The division changes to the candidate if the gain
-        (`Judgement.gain`) exceeds the threshold, and if the seconds that the candidate
-        saves in `remaining_steps` exceed `cost_s`.
+        division, the candidate. The division changes to the candidate if the gain (the
+        fraction of a step's seconds that the candidate saves) exceeds the threshold of
+        the policy, and if the seconds saved in `remaining_steps` exceed `cost_s`.
 
         Args:
             busy_s: Seconds of local work of each node in each step of the round,
@@ -368,9 +377,9 @@ def _gain(
 
     The candidate is compared with the division in force. The second number is the error
     of the fraction: the larger of the relative standard errors of the nodes' seconds in
-    the two divisions. The fraction is computed from the nodes' seconds. These are
-    measured if `SpeedEstimator.measured` has both divisions, else estimated by
-    `speeds`.
+    the two divisions. The fraction is computed from the nodes' seconds. These are the
+    measured seconds if both divisions were measured (`SpeedEstimator.measured`), else
+    the estimates `speeds`.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)
@@ -392,9 +401,9 @@ def _proportional(
 ) -> tuple[Division, Floats, float, float]:
     """Raises the weights of nodes that wait longer than the mean; lowers the others.
 
-    The new weights are scaled to a mean of 1; then weights below `_LEAST_WEIGHT` are
-    raised to it. `busy` has the seconds of local work of each node in each step,
-    `[steps, n]`.
+    A weight is the relative speed by which a node gets load. The new weights are scaled
+    to a mean of 1; then weights below `_LEAST_WEIGHT` are raised to it. `busy` has the
+    seconds of local work of each node in each step, `[steps, n]`.
 
     Returns:
         The division by the new weights (the candidate), the new weights, the gain and

@@ -408,13 +408,13 @@ class Layers:
         return self.layer_s.shape[1]
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Returns the best split for nodes whose relative speeds are the weights.
+        """Returns the best division for nodes whose relative speeds are the weights.
 
         A node of weight 0 gets no layer.
 
         Raises:
             ValueError: a weight is not a finite number of 0 or more, or `best` finds no
-                split.
+                division.
         """
         each = f"each of {self.num_nodes} stages"
         given = np.array(numbers("weights", weights, each))
@@ -422,7 +422,7 @@ class Layers:
             return self.best(1 / given)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """Finds the split of the layers with the shortest step.
+        """Finds the division (number of layers of each stage) with the shortest step.
 
         Args:
             unit_s: Real seconds for each second of the cost model, `[stages]`; infinite
@@ -431,8 +431,9 @@ class Layers:
                 None: 0.
 
         Raises:
-            ValueError: `unit_s` is not a number above 0 for each stage, or no split
-                fits into memory and has all kernels.
+            ValueError: `unit_s` is not a number above 0 for each stage; or no division
+                gives each stage at least `low` layers, all of which its node can run
+                and hold in memory.
         """
         unit = np.asarray(unit_s, float)
         if unit.shape != (self.num_nodes,) or not (unit > 0).all():

@@ -2,8 +2,9 @@
 
 Drift is a change of a node's seconds relative to the other nodes. The seconds of a unit
 depend on the division (the units of each node), because a node has fixed work in each
-step (an update, transfers). So drift is tested on rounds of one division only (a round
-is a series of measured steps), and a measured division keeps its measured seconds.
+step (an update, transfers). So drift is tested only between rounds with the same
+division (a round is a series of measured steps). For a division that was measured, the
+measured seconds are kept and used in place of the estimate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -135,8 +136,10 @@ class UnitTimes:
     ) -> "UnitTimes":
         """Returns the unit times with `rise` and `fall` updated by one more round.
 
-        `rise` and `fall` are the evidence that a node became slower or faster. For
-        nodes that drifted, `rise`, `fall` and `num_steps` are 0.
+        `rise` and `fall` add up, over the rounds, by how many standard errors (beyond
+        `SLACK`) a node was slower or faster than its mean. A node has drifted if one of
+        the sums is too high and its mean differs by more than `LEAST_CHANGE`. In the
+        result its `rise`, `fall` and `num_steps` are then 0.
 
         Args:
             mean: mean seconds per unit in the round, `[n]`.
@@ -468,9 +471,9 @@ class _Rows:
         """Estimates the likely size of the fixed seconds of each node, `[n]`.
 
         Fixed seconds are those of a step that do not depend on load. The size is a
-        fraction of a node's shortest seconds. The fraction is estimated by moments from
-        the nodes that were measured with different loads. Without such nodes, the
-        fraction is `LIKELY_FIXED`.
+        fraction of the node's busy seconds in its shortest measured step. The fraction
+        is estimated by moments from the nodes that were measured with different loads.
+        Without such nodes, the fraction is `LIKELY_FIXED`.
         """
         area = self.ones * self.squared - self.load**2
         unlike = area > 1e-6 * self.ones * self.squared

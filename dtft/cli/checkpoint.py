@@ -530,7 +530,8 @@ class _Progress:
     def told(self, host: str, read: int, total: int) -> None:
         """Records that a host has read `read` of the `total` bytes of its copies.
 
-        Prints a line for all hosts if the last one is `PROGRESS_S` seconds old.
+        Prints one line with the sums over all hosts if `PROGRESS_S` seconds have passed
+        since the last line (or since the start, for the first line).
         """
         with self._lock:
             self._hosts[host] = read, total

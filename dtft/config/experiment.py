@@ -21,7 +21,7 @@ from dtft.models.base import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """Uneven shares of the batch, chosen from times that are measured in training."""
+    """Settings of load balance: uneven shares of the batch, by measured step times."""
 
     policy: Annotated[
         Literal["off", "proportional", "exact"], arg(aliases=("--balance",))
@@ -42,7 +42,8 @@ class BalanceConfig:
     """Number of steps at the end of a round that are timed. At each of these steps the
     devices wait for the host."""
     patience: int = Rules.patience
-    """Number of rounds without a change after which the log calls shares settled."""
+    """Number of rounds in a row without a change of shares, and without a drift of
+    speeds, after which the log calls the shares settled."""
     least_gain: float = Rules.least_gain
     """`exact`: shares change only to save more than this fraction of a step."""
     noise_factor: float = Rules.noise_factor
@@ -73,10 +74,11 @@ class BalanceConfig:
             raise ValueError(f"balance.{error}") from None
 
     def rules(self, policy: Policy) -> Rules:
-        """Returns the rules by which a policy changes the shares of the batch.
+        """Returns the options of `dtft.balance` for a policy, by this config's values.
 
-        The rules also say after how many rounds without a change the shares count as
-        settled.
+        The options are the smallest gain and noise factor for which shares change, and
+        the number of rounds without change or drift after which shares are settled.
+        `policy` takes the place of `self.policy`.
         """
         return Rules(
             policy=policy,
@@ -177,10 +179,10 @@ class PipelineConfig:
         return self.layers
 
     def row_parts(self, stages: int) -> int:
-        """Returns the number that must divide a replica's number of rows.
+        """Returns the number by which the rows of a data slot must be divisible.
 
-        The result is the least common multiple of `microbatches` and `stages`. With
-        fsdp, the result must divide the rows of one fsdp part of a replica.
+        The result is the least common multiple of `microbatches` and `stages`. A data
+        slot is one of the `replica` x `fsdp` equal parts of a batch.
 
         >>> PipelineConfig(microbatches=4).row_parts(stages=6)
         12
@@ -188,11 +190,14 @@ class PipelineConfig:
         return math.lcm(self.microbatches, stages)
 
     def check_rows(self, stages: int, rows: int) -> None:
-        """Checks that the schedule can divide a replica's rows into equal parts.
+        """Checks that the rows of a data slot can be divided into equal microbatches.
+
+        After the layers, the rows are also divided equally between the stages. A data
+        slot is one of the `replica` x `fsdp` equal parts of a batch.
 
         Args:
             stages: number of stages of the mesh.
-            rows: rows of one replica (with fsdp: of one fsdp part of a replica).
+            rows: number of rows of a data slot.
 
         Raises:
             ValueError: `microbatches` or `stages` does not divide `rows`; or, with the
@@ -311,7 +316,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """Settings for the end of training: a step, or earlier a plateau of a metric."""
+    """When training ends: at a step, or earlier if a metric has ceased to improve."""
 
     steps: int = 1000
     """Last step of the training."""
@@ -425,16 +430,20 @@ class CheckpointConfig:
 
     @property
     def automatic(self) -> Automatic | None:
-        """Limits of the snapshot interval if interval=auto; None if it is fixed."""
+        """Limits for interval=auto: the stall budget and the longest interval.
+
+        None if the interval is fixed.
+        """
         if self.interval != "auto":
             return None
         return Automatic(budget=self.stall_budget, maximum=self.max_interval)
 
     @property
     def cadence(self) -> Cadence:
-        """The rule that says after which steps a job takes snapshots, at its start.
+        """The rule by which a job that starts decides after which steps to snapshot.
 
-        With interval=auto, the job at first takes a snapshot after every step.
+        With interval=auto the job takes a snapshot after every step, until the measured
+        costs give a longer interval.
         """
         if self.interval == "auto":
             return Cadence(interval=1, period=self.max_interval)
@@ -521,8 +530,8 @@ class Experiment:
         """Moves a text in `mesh`, such as "auto", to `plan`; checks the type of `mesh`.
 
         Raises:
-            ValueError: `mesh` is neither a MeshConfig nor the text of a plan, or `plan`
-                names another plan.
+            ValueError: `mesh` is neither a MeshConfig nor the text of a plan, or both
+                `mesh` and `plan` name a plan, and the names differ.
         """
         if isinstance(mesh, MeshConfig):
             return

@@ -75,7 +75,9 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """Whether replicas exchange moments instead of gradients (dtft.optim.sync).
+    """Which moments replicas exchange instead of gradients, and how often.
+
+    The default exchanges gradients. `dtft.optim.sync` describes the exchange.
 
     With moments, updates are up to sqrt(replicas) times smaller than with gradients at
     the same learning rate.

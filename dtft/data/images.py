@@ -37,11 +37,13 @@ Box = tuple[float, float, float, float]
 
 
 def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
-    """Returns a crop with a random area (AREA), aspect ratio (ASPECT) and position.
+    """Returns a crop with a random area, aspect ratio and position.
 
-    If none of ten random crops fits into the image, returns the largest centred crop
-    with an allowed aspect ratio. The result is (left, upper, right, lower) in pixels;
-    `width` and `height` are the image's size in pixels.
+    `AREA` has the limits of the area as a share of the image's area, `ASPECT` the
+    limits of the aspect ratio (width to height). If none of ten random crops fits into
+    the image, returns the largest centred crop within the limits of `ASPECT`. The
+    result is (left, upper, right, lower) in pixels; `width` and `height` are the
+    image's size in pixels.
     """
     low, high = math.log(ASPECT[0]), math.log(ASPECT[1])
     for _ in range(10):

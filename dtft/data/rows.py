@@ -118,12 +118,13 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
     """Encrypts each value below `size` once or more, until the result is below `size`.
 
-    `keys` are the keys of the cipher's rounds. Looks values up in a table that encrypts
-    several times at once. In the table a value below `size` is a fixed point, so
-    further encryptions leave a result unchanged.
+    The cipher has 16 bits, so `size` is at most 2^16 + 1. `keys` are the keys of the
+    cipher's rounds. Looks values up in a table that encrypts several times at once. In
+    the table a value below `size` is a fixed point, so further encryptions leave a
+    result unchanged.
 
     Returns:
-        [size] int64, the result for each value.
+        int64, the result for each value below `size` and 2^16.
     """
     ahead = _encrypted_all(keys)
     found = ahead[:size].copy()

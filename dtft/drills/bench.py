@@ -1,9 +1,10 @@
 """`dtft bench`: the memory tier's cost, as wall time per step with the tier off and on.
 
 Runs the same job repeatedly on a local cluster, with the tier off and on in turn, so
-that noise of the machine affects both alike. Prints the median step times, and the
-median of the rounds' ratios (tier on to tier off). The runs with the tier on use the
-config's snapshot interval, so `--checkpoint.interval auto` measures the cost of the
+that noise of the machine affects both alike. A round is one run with the tier off and
+one with the tier on. Prints the median step times, and the median over the rounds of
+the ratio of both runs' step times (tier on to tier off). The runs with the tier on use
+the config's snapshot interval, so `--checkpoint.interval auto` measures the cost of the
 automatic interval. Periodic writes to storage are off in all runs. Also prints for how
 long a snapshot blocks training, and the processor time of an agent for each commit. No
 figure is compared with a target.

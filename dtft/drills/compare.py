@@ -61,7 +61,7 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
 def agents(
     faulted: Path, injected: Sequence[InjectedFault]
 ) -> dict[str, dict[str, Any]]:
-    """Maps each host to the longest call of its agent's event loop.
+    """Maps each host to the longest call that its agent's event loop has made.
 
     `longest_call` describes the fields of a call. Time in which a fault had stopped the
     agent does not count. The calls are read from the file `loop-HOST.json`, which an
@@ -187,8 +187,8 @@ def attempts(directory: Path) -> list[Record]:
         For each attempt: `step`: the step that the attempt restored. `shares`:
         microbatches of each replica when the attempt began. `replayed`: whether these
         shares were in force at `step`; also true if the number of replicas changed.
-        `unknown`: the replicas without measured times when the attempt began. `found`:
-        the shares at the end of the attempt.
+        `unknown`: indices of the replicas without measured times when the attempt
+        began. `found`: the shares at the end of the attempt.
     """
     path = directory / BALANCE_FILE
     lines = path.read_text().splitlines() if path.exists() else []
@@ -280,10 +280,10 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
         The fields of each event "resized" (such as `step`, the restored step, and
         `leaves`, the number of leaves), and: `hosts`: the numbers of hosts before and
         after. `control_root`: the digest over the undisturbed run's state at the
-        restored step; None if the faulted run had changed its mesh before, or if the
-        undisturbed run did not commit the step. `bit_exact`: whether the digests of the
-        committed state, of the restored state and, if known, of the undisturbed run's
-        state are equal, and no leaf differs.
+        restored step; None if the faulted run had changed its number of hosts before,
+        or if the undisturbed run did not commit the step. `bit_exact`: whether the
+        digests of the committed state, of the restored state and, if known, of the
+        undisturbed run's state are equal, and no leaf differs.
     """
     roots = {
         event["step"]: event.get("root")
@@ -349,7 +349,8 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
 def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
     """Maps ((generation, attempt), step) to the loss in a run's metrics.jsonl.
 
-    Returns {} if there is no such file. Lines that a kill has cut off are left out.
+    `attempt` numbers the starts of the trainers with one assignment, from 1. Returns {}
+    if there is no such file. Lines that a kill has cut off are left out.
     """
     losses = {}
     path = directory / "metrics.jsonl"
@@ -551,11 +552,12 @@ def _summary(directory: Path) -> dict[str, Any]:
 def _recoveries(
     events: Events, injected: Sequence[InjectedFault]
 ) -> list[dict[str, Any]]:
-    """Lists the recoveries, with times counted from the injected fault.
+    """Lists the recoveries, with their durations counted from the injected fault.
 
-    `events` are the faulted run's, `injected` its faults. The job itself counts times
-    from the detection. If several faults were injected since the previous recovery,
-    times count from the first; if none was, the job's times are kept.
+    `events` are the faulted run's, `injected` its faults. The job itself counts the
+    durations from the detection of the fault. If several faults were injected since the
+    previous recovery, durations count from the first. If none was, the job's durations
+    are kept.
     """
     found, previous = [], 0.0
     for event in events:
@@ -582,8 +584,8 @@ def _recoveries(
 def _gap_s(recovery: dict[str, Any], events: Events) -> float | None:
     """Computes the seconds between the commits before and after a recovery.
 
-    These are the last commit before its detection and the first after its end. Returns
-    None if one of them is missing.
+    These are the last commit before the fault was detected and the first commit after
+    the end of the recovery. Returns None if one of them is missing.
     """
     times = [event["time"] for event in events if event["event"] == "commit"]
     before = [time for time in times if time <= recovery["detected"]]
@@ -652,9 +654,10 @@ def surviving_segments(
 ) -> list[tuple[tuple[int, int], int, int]]:
     """Lists for each attempt the steps that no later attempt repeats.
 
-    A later attempt repeats the steps after the one that it restores. `last` is the last
-    step of the run. Each entry is (epoch, step before the first, last step), where the
-    epoch is (generation, attempt).
+    An attempt is a start of the trainers. A later attempt repeats the steps after the
+    one that it restores. `last` is the last step of the run. Each entry is (epoch, step
+    before the first, last step). The epoch is (generation, attempt), where `attempt`
+    numbers the starts with one assignment, from 1.
 
     >>> one = {"event": "assignment", "generation": 1, "attempt": 1, "step": 0}
     >>> two = {"event": "assignment", "generation": 2, "attempt": 1, "step": 7}

@@ -43,8 +43,8 @@ class SoakedJob:
 def schedule(seed: int, job: SoakedJob) -> tuple[str, ...]:
     """Draws one to three faults, in the notation of `dtft drill --fault`.
 
-    At most one fault is a `fail`. Each `corrupt` is followed by a `kill-host` at the
-    same step, which makes one more fault. All steps lie between a tenth and three
+    At most one fault is a `fail`. For each `corrupt` a `kill-host` at the same step is
+    added, so there can be up to six faults. All steps lie between a tenth and three
     quarters of the job's steps.
 
     >>> schedule(3, SoakedJob(slots=3, spares=1, steps=100)) == schedule(

@@ -1,8 +1,8 @@
 """Values that the commands of drills and jobs compute from their flags.
 
-The values are the experiment, the run directory and the secret, and a host's failure
-domain and connections. A wrong flag raises a ValueError before any process of the job
-is started.
+The values are the experiment, the run directory, the job's secret, the address of etcd,
+and a host's name, failure domain, address and TLS certificate. A wrong flag raises a
+ValueError before any process of the job is started.
 """
 
 import contextlib
@@ -251,12 +251,13 @@ def bind_address(place: "PlaceFlags", store: StoreAddress) -> str:
     """Returns the address at which a host listens for other hosts, from --bind.
 
     Without --bind this is the address from which this machine reaches etcd, with port
-    0. If etcd has several members, the first member counts that is not on loopback.
+    0. If this address differs between etcd's members, it is the first that is not on
+    loopback.
 
     Raises:
         ValueError: --bind is not HOST:PORT, or is on loopback although etcd is not; or
-            --bind is not given and no member of etcd leads to an address that hosts on
-            other machines can connect to.
+            --bind is not given, and this machine reaches no member of etcd from an
+            address that hosts on other machines can connect to.
     """
     if not place.bind:
         return format_address(_towards(store), 0)

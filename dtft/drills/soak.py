@@ -321,9 +321,11 @@ def tracebacks(logs: Path, faults: Sequence[str]) -> list[str]:
 def sums(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Counts the episodes, their results and their recoveries.
 
-    `rungs` maps a rung (how far a recovery had to go, 0 to 3) to its number of
-    recoveries. `gaps_s` maps a rung to the (median, largest) gap between the commits
-    before and after a recovery, in seconds.
+    The results are the numbers of episodes that `passed`, ended `bit_identical` (of
+    `bit_identical_expected`), hung (`hangs`) or were `wrong`; see `judged_episode`.
+    `steps_lost` is the sum over all recoveries. `rungs` maps a rung (how far a recovery
+    had to go, 0 to 3) to its number of recoveries. `gaps_s` maps a rung to the (median,
+    largest) gap between the commits before and after a recovery, in seconds.
     """
     recoveries = [one for episode in episodes for one in episode["recoveries"]]
     gaps: dict[int, list[float]] = {}
@@ -378,8 +380,9 @@ def lines(found: dict[str, Any]) -> list[str]:
 def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
     """Reads the episodes of an earlier, interrupted run of the same soak from `file`.
 
-    `what` has the settings of the soak, which the file must have too. Settings that an
-    older file lacks count as in `_UNRECORDED`. Returns [] if the file does not exist.
+    `what` has the settings of the soak, which the file must have too. Settings that
+    files of older versions lack have the values of `_UNRECORDED`. Returns [] if the
+    file does not exist.
 
     Raises:
         ValueError: the file is of another soak, or cannot be parsed.

@@ -61,8 +61,8 @@ def check_domain(store: Store, config: AgentConfig) -> None:
 
     Raises:
         StoreUnavailable: the store does not answer.
-        JobMismatch: a label cannot be parsed, hosts name different levels, or a rack is
-            in two power domains.
+        JobMismatch: a label cannot be parsed, some labels have a level (power, rack)
+            that others lack, or a rack is in two power domains.
     """
     records = read_view(store, config.job)[0].hosts.values()
     labels = {record.host: record.domain for record in records}

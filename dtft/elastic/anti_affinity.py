@@ -1,10 +1,10 @@
 """Pure decisions that spread a formation's copies over failure domains.
 
-A formation is one assignment of hosts to the job's slots. Copies are placed by slot,
-once for the lifetime of the arenas (the shared memory with the copies), so they stay
-where they are when a host of another slot is replaced. A spare is chosen for a slot
-such that the copies of each slice stay in separate failure domains. If no spare allows
-this, `shortfall` returns a warning.
+A formation is one assignment of hosts to the job's slots. Which slots keep copies of
+which slices is decided once for the lifetime of the arenas (the shared memory with the
+copies), and does not change when the host of a slot is replaced. So a spare is chosen
+for a slot such that the copies of each slice stay in separate failure domains. If no
+spare allows this, `shortfall` returns a warning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -206,10 +206,10 @@ def shortfall(
 ) -> tuple[int, str]:
     """Computes in how many separate failure domains every slice has copies.
 
-    A level of failure domains is "power", "rack" or "host". Domains are those of the
-    level over which copies are spread. If this level is "host" although hosts have
-    labels, domains are those of the narrowest level in the labels, because a rack fails
-    as a whole.
+    A level of failure domains is "power", "rack" or "host". The domains of the level
+    over which copies are spread are counted. If copies are spread over hosts, but hosts
+    have labels, the domains of the narrowest level in the labels are counted instead,
+    because hosts of one such domain fail together.
 
     Args:
         spread: the requested copies, and the level over which they are spread.

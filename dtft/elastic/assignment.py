@@ -2,9 +2,9 @@
 
 A formation is one assignment of hosts to the job's slots, with one trainer per slot.
 `fill_slots` assigns hosts to slots; `seat` does so when the number of slots may change.
-`next_epoch` numbers the formations. An incarnation names one start of a host's agent
-(see `process_of`). A replica group is the smallest set of hosts that together hold
-whole copies of the model: one copy, or as many copies as one host holds.
+`next_epoch` numbers the formations. An incarnation names an agent process and one of
+its registrations (see `process_of`). A replica group is the smallest set of hosts that
+together hold whole copies of the model: one copy, or as many copies as one host holds.
 `choose_slots` chooses the number of slots of a formation, `size_for` computes the
 number of slots for a requested number of replicas, and `resized` computes the state's
 layout for another number of replicas.
@@ -127,7 +127,7 @@ class SlotAssignment:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt), which is larger for every later assignment."""
+        """(generation, attempt) by `next_epoch`; larger for every later assignment."""
         return self.generation, self.attempt
 
     def to_json(self) -> str:
@@ -217,9 +217,13 @@ def next_epoch(
 ) -> tuple[int, int]:
     """Computes (generation, attempt) of a new assignment of hosts to slots.
 
-    The generation increases if the hosts in `filled` (one for each slot), or their
-    agent processes, differ from those in `previous`; otherwise the attempt increases.
-    The first assignment of a job (`previous` is None) gets (1, 1).
+    The attempt increases by 1 if every slot keeps its host and agent process.
+    Otherwise the generation increases by 1, and the attempt becomes 1. The first
+    assignment of a job (`previous` is None) gets (1, 1).
+
+    Args:
+        previous: the assignment before the new one.
+        filled: the record of each slot's host in the new assignment.
 
     >>> next_epoch(None, [])
     (1, 1)
@@ -240,7 +244,7 @@ consecutive numbers."""
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimits:
-    """Limits of a job's number of replicas: a minimum, and an even split of a batch."""
+    """Limits a job's number of replicas: to a minimum, and to divisors of its batch."""
 
     min_replicas: int = 0
     """Fewest replicas with which the job continues when it has lost hosts and has no
@@ -295,7 +299,8 @@ class ReplicaGroups:
     def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
         """Reads these numbers from the layout of a running job's state.
 
-        `limits` has the batch axes and the parts of their rows, which decide `parts`.
+        `parts` is `limits.row_parts` times the sizes of the mesh axes in
+        `limits.batch_axes`, except the replica axis.
         """
         mesh = layout.mesh
         sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))

@@ -82,10 +82,11 @@ class LeaderLink:
         return self._channel is not None and silent_s < self._lease_s
 
     def follow(self, term: int, leader: HostRecord) -> None:
-        """Begins to connect to a leader, unless a link to it is open.
+        """Begins to connect to a leader, unless a link to it is open or being opened.
 
-        `term` is the number of the leader's term, which is sent with the first message.
-        Closes a link to another leader.
+        After a failed try, `tick` connects once a pause is over. `term` is the number
+        of the leader's term, which is sent with the first message. Closes a link to
+        another leader.
         """
         known = self._leader
         if known is None or _who(known) != _who(leader):

@@ -1,7 +1,8 @@
 """A local cluster: a private etcd and one agent per host, each a session of processes.
 
-Agents run the same code here as on many machines. Processes die with the thread that
-started them; this thread calls `LocalCluster.wait`, which also supervises the store.
+Agents run the same code here as on many machines. Processes die when the thread that
+started them ends, so this thread must last until the job's end: it calls
+`LocalCluster.wait`, which also supervises the store.
 `kill_host` simulates the loss of a host: it kills all processes of its session and
 deletes the host's memory. `supervise` runs a cluster until its job ends. On signals,
 `supervise` stops the job, prints what the job waits for, or ends the job by force.
@@ -521,12 +522,13 @@ def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
 def _exported(
     cluster: LocalCluster, asked: StopAsked, newest: int, limit_s: float
 ) -> str:
-    """Writes the step `newest` to storage; returns "", or why it is not in storage.
+    """Exports the newest step in memory; returns "", or why no step was exported.
 
     First waits for an export that the job has begun, if there is one. If storage then
-    lacks the step, exports the step from the hosts' memory (`LocalCluster.salvage`).
-    Gives up after `limit_s` seconds, and when `asked` gets another stop signal. Also
-    gives up if all agents have ended while it waited for the job's export.
+    lacks the step `newest`, exports the newest step that the hosts' memory holds
+    completely (`LocalCluster.salvage`), which may be an earlier step. Gives up after
+    `limit_s` seconds, and when `asked` gets another stop signal. Also gives up if all
+    agents have ended while it waited for the job's export.
     """
     end, presses_before = time.monotonic() + limit_s, asked.times
     outcome: list[str] = []

@@ -1,7 +1,7 @@
 """Finds pairs of hosts cut off from each other, and chooses hosts to leave out.
 
-The leader reaches every host that answers in a round (an attempt to form the job, which
-means to assign slots and start trainers), but two of these hosts may be cut off from
+A round is an attempt to form the job: to assign slots and start trainers. The leader
+reaches every host that answers in a round, but two of these hosts may be cut off from
 each other. Such a pair can neither train together nor exchange copies. So after a
 failure that a cut would explain, each host tries to connect to other hosts (its peers)
 and reports the peers that it did not reach.

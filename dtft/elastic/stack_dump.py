@@ -3,8 +3,8 @@
 A trainer that has called `accept_requests` writes the Python stacks of all its threads
 on SIGUSR1, even if its interpreter hangs. A process that cannot run (stopped, or in
 uninterruptible sleep) cannot write stacks; instead its state from /proc is written to
-its log. A process that does not catch SIGUSR1 could die of this signal, so the signal
-is not sent. Linux only.
+its log. The same is written for a process that does not catch SIGUSR1: it gets no
+signal, because it could die of it. Linux only.
 """
 
 import contextlib
@@ -99,7 +99,7 @@ def _dump(pid: int, log_path: Path, end: float) -> str:
 
 
 def _grown(log_path: Path, before: int, end: float) -> bool:
-    """Waits, at most until `end`, until the log has grown and stops growing.
+    """Waits until the log has grown and has stopped growing, at most until `end`.
 
     Returns whether the log has grown. `before` is the earlier size of the log in bytes,
     and `end` a time of `time.monotonic`.

@@ -17,7 +17,7 @@ If noise dominates, the left side is N times the square on the right for N repli
 **steps are sqrt(N) times smaller** than with averaged gradients. A change from
 `reduce_updates` to `sync_moments` needs up to sqrt(N) times the learning rate.
 
-| form | bytes per step, in units of the parameters |
+| transform | bytes per step, in units of the parameters |
 |---|---|
 | `reduce_updates` | 1 |
 | `sync_moments(mode="operands")`, every step | 2 |

@@ -61,13 +61,15 @@ class Prepared:
 
 
 class Feed(Prepared):
-    """Feed whose batches have equally many rows for each data slot (a position on the
-    mesh axes that divide rows)."""
+    """Feed whose batches have equally many rows for each data slot.
+
+    A data slot is a position along the mesh axes that divide the rows.
+    """
 
     def __init__(
         self, source: Source, train_step: TrainStep, global_batch: int
     ) -> None:
-        """Computes which parts of a batch this process reads; reads nothing yet.
+        """Computes which shards of a batch this process reads; reads nothing yet.
 
         Args:
             source: the data set whose rows the batches have.

@@ -28,8 +28,9 @@ the body."""
 _LAYOUT = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim"}
 )
-"""Cheap primitives whose results the backward pass recomputes. Such a result may be a
-gathered parameter that was cast or reshaped, which should not stay in memory."""
+"""Primitives besides gathers whose results the backward pass recomputes. Such a result
+may be a gathered parameter that was cast or reshaped, which should not stay in
+memory."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,9 +67,10 @@ class Gathering:
     def policy(self, primitive: Any, *avals: Any, **params: Any) -> bool:
         """Returns, as a `jax.checkpoint` policy, whether to keep a primitive's result.
 
-        Gathered parameters are recomputed, and so are results of casts, reshapes and
-        other cheap primitives (`_LAYOUT`), which may be gathered parameters in another
-        form. All other results are kept.
+        The backward pass gathers parameters again, instead of keeping them. It also
+        recomputes results of casts, reshapes, transposes, squeezes and broadcasts
+        (`_LAYOUT`): such a result may be a gathered parameter with another dtype or
+        shape. All other results are kept.
         """
         if primitive.name == "sharding_constraint":
             return (avals[0].shape, params["sharding"]) not in self._seen
@@ -77,7 +79,8 @@ class Gathering:
     def gathers(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is a gather that this object inserted.
 
-        Remat must keep a gather in one block with the equation after it.
+        Remat, which wraps blocks of equations in `jax.checkpoint`, must not end a block
+        between a gather and the next equation.
         """
         return any(var in self._results for var in eqn.outvars)
 

@@ -105,8 +105,11 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
 
 
 def evaluated(params: Any) -> Any:
-    """Returns the parameters for evaluation: means over replicas if marked
-    `PerReplica`, else `params` itself."""
+    """Returns the parameters for evaluation, which are the same for all replicas.
+
+    These are the means over the replicas if `params` is marked as `PerReplica`, else
+    `params` itself.
+    """
     if not isinstance(params, PerReplica):
         return params
     return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), params.rows)

@@ -238,8 +238,7 @@ def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
 
 
 class _Insertion:
-    """One walk over a program, which numbers its operators and inserts sharding
-    constraints."""
+    """One walk over a program: numbers operators and inserts sharding constraints."""
 
     def __init__(self, constraints: Mapping[int, Spec], mesh: Mesh) -> None:
         self.number = 0

@@ -47,8 +47,7 @@ Apply = Callable[[optax.GradientTransformation, Any, Any, Any], tuple[Any, Any]]
 def apply_gradients(
     optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Updates parameters with gradients; returns the new parameters and optimizer
-    state."""
+    """Updates parameters with gradients; returns new parameters and optimizer state."""
     with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
@@ -75,8 +74,7 @@ def gradients_of(model: FunctionalModel) -> Gradients:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parallelism:
-    """How to run a step on a mesh: shardings, and functions for gradients and
-    update."""
+    """How a step runs on a mesh: shardings, and functions for gradients and update."""
 
     state: State
     """A NamedSharding for every leaf of the state."""

@@ -102,8 +102,9 @@ def check_experiment(
         hosts: number of hosts, 1 or more; by default `cluster.hosts` of the config.
         devices_per_host: number of devices of each host, 1 or more, or -1; by default
             `cluster.devices_per_host` of the config. With -1, or if the config has a
-            plan, only the copies, the model and (with stages) the optimizer are
-            checked.
+            plan, only these are checked: that there are enough hosts for the copies of
+            a checkpoint, that the model fits the data, and, with stages, that model and
+            optimizer can run with stages.
         memory_tier: whether copies of checkpoints are kept in the hosts' memory.
 
     Raises:

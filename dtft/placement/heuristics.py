@@ -2,10 +2,11 @@
 
 The greedy rule (HEFT) takes the tasks in the order of upward rank (the longest path in
 seconds from a task to the end of the program), and places each where it ends first. It
-runs on all nodes, on only the faster nodes, and with each kind of tasks on its fastest
-node type. The baselines are all tasks on one node, contiguous stretches of the program,
-and random nodes. The baselines are candidates too, so the result is never slower than a
-baseline. The search is deterministic.
+runs on all nodes, on only the faster nodes, and with each kind of tasks (such as
+matmuls) on the node type that is fastest for this kind. The baselines are all tasks on
+one node, contiguous stretches of the program, and random nodes. The baselines are
+candidates too, so the result is never slower than a baseline. The search is
+deterministic.
 """
 
 import itertools
@@ -384,9 +385,10 @@ tasks."""
 def speed_table(problem: Problem) -> Speeds:
     """Computes how fast each node type is for each kind of tasks.
 
-    The figure is the seconds that the fastest node of the type takes for all tasks of
-    the kind. Types without a node that can run all these tasks are left out. A kind
-    without any type is left out too.
+    A task's kind is that of its operator, such as `matmul`, or `loop` or `block`. The
+    figure is the seconds that the fastest node of the type takes for all tasks of the
+    kind. Types without a node that can run all these tasks are left out. A kind without
+    any type is left out too.
     """
     types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
     found: dict[str, dict[str, float]] = {}
@@ -408,10 +410,10 @@ def faster(problem: Problem) -> Iterator[list[int]]:
     time of a node is the seconds of all tasks that it can run, divided by the seconds
     of the same tasks with each task on its fastest node (`_pace`).
 
-    If the nodes have up to four distinct times, there is a list for each time but the
-    least, with this time as the limit. With more times there is one list, and its limit
-    leaves out about the slower half of the times. A list whose nodes lack a kernel for
-    a task is skipped.
+    If there are up to four distinct relative times, each of them but the least is the
+    limit of one list. If there are more, there is one list, which leaves out about the
+    slower half of the distinct times. A list whose nodes lack a kernel for a task is
+    skipped.
     """
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
@@ -562,7 +564,8 @@ class Search:
     def by_type(self, speeds: Speeds) -> None:
         """Places each kind of tasks on the node type that is fastest for the kind.
 
-        A kind without an entry in `speeds` may use all nodes. Tries nothing if a task
+        A task's kind is that of its operator, such as `matmul`, or `loop` or `block`. A
+        kind without an entry in `speeds` may use all nodes. Tries nothing if a task
         would then have no node.
         """
         types = np.array(self.problem.nodes.alike())
@@ -697,8 +700,9 @@ class Search:
     def improve(self, moves: int) -> None:
         """Moves tasks of the best candidates to other nodes while the step time falls.
 
-        `moves` is the number of tries. If memory did not suffice for a candidate, the
-        placements of `squeeze` are starts too.
+        `moves` is the number of tries. The search starts from the fastest candidates.
+        If memory did not suffice for a candidate, it also starts from the placements
+        that `squeeze` returns.
         """
         ranked = sorted(self.seen.items(), key=lambda item: item[1])
         starts = [node_of for node_of, _ in ranked[:_STARTS]]

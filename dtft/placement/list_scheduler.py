@@ -1,7 +1,8 @@
 """List scheduling of tasks on nodes, with simulated ports, transfers and memory.
 
-The upward rank of a task (HEFT) is the longest path in seconds from the start of the
-task to the end of the program.
+Tasks are taken in order of upward rank (HEFT), or in the order of the program, each on
+the node where it ends first or on a given node. The upward rank of a task is the
+longest path in seconds from the start of the task to the end of the program.
 """
 
 from bisect import bisect_right
@@ -345,10 +346,10 @@ class _State:
     def _whole(self, value: int) -> int:
         """Returns the value that a node holds and sends instead of `value`.
 
-        Each reader of a value makes a part of the value's gradient. Parts that were
-        made on one node are added up, and only the sum is held and sent. So for a part
-        the result is the number of one of these parts, which stands for the sum. For
-        any other value it is `value` itself.
+        Each reader of a value makes a part of the value's gradient: its contribution to
+        the sum. The parts that were made on one node are added up, and only their sum
+        is held and sent. If `value` is such a part, the result is the number of one of
+        the parts on its node, which stands for the sum. Otherwise it is `value` itself.
         """
         behind = self.of.sum_of[value]
         if behind < 0:
@@ -359,8 +360,8 @@ class _State:
         """Replaces parts of the same gradient on the same node by their sum (`_whole`).
 
         A part is the contribution of one reader of a value. `missing` and the result
-        are pairs: the time in seconds when a value is ready, and the value's number. A
-        sum is ready when its last part is ready.
+        are lists of pairs: the time in seconds when a value is ready, and the value's
+        number. A sum is ready when its last part is ready.
         """
         found: dict[int, float] = {}
         for since, value in missing:

@@ -451,7 +451,8 @@ def others(placement: Placement) -> Section:
 def classes(placement: Placement) -> Section:
     """Makes the table of the kinds of tasks, with a column for each node type.
 
-    A cell has the seconds that the fastest node of the type would take for all tasks of
+    A task's kind is that of its operator, such as `matmul`, or `loop` or `block`. A
+    cell has the seconds that the fastest node of the type would take for all tasks of
     the kind, and in brackets how many of these tasks are placed on nodes of the type.
     The last column names the type with the least seconds.
     """

@@ -97,9 +97,10 @@ class Tasks:
         return list(found.values())
 
     def weighted(self, weights: Sequence[float] | Floats) -> "Tasks":
-        """Returns the tasks with their seconds divided by each node's weight.
+        """Returns the tasks with their seconds divided by each node's relative speed.
 
-        A node of weight 0 has infinite seconds.
+        The relative speeds are `weights`, `[nodes]`. A node of weight 0 has infinite
+        seconds.
         """
         with np.errstate(divide="ignore", over="ignore"):
             factors = 1 / np.asarray(weights, float)

@@ -94,7 +94,7 @@ class AxisUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted seconds of one step, in total and by term, such as compute."""
+    """Predicted seconds of one step: the terms of a sum, such as `compute`."""
 
     terms: Mapping[str, float]
     """Seconds of each term: compute, collectives (the part that computing does not
@@ -180,16 +180,16 @@ class Plan:
     rematerializes."""
     prediction: Prediction
     memory: Mapping[str, int]
-    """Bytes that the plan needs on the fullest device, by term: parameters, gradients,
-    optimizer, activations, batch, reserve (memory that is kept free). With a pipeline,
-    each term is that of the stage with the most bytes of this term."""
+    """Bytes that the plan needs on the fullest device, by what they hold: parameters,
+    gradients, optimizer, activations, batch, reserve (memory that is kept free). With a
+    pipeline, each entry is that of the stage where it is largest."""
     capacity_bytes: int
     """Memory of the fullest device, in bytes."""
     collectives: tuple[Collective, ...] = ()
     compute: Mapping[ComputeKind, float] = field(default_factory=dict)
     """Seconds of the term `compute` by kind of work. Empty in older files."""
     dearest: tuple[ComputeShare, ...] = ()
-    """The operators that take the most seconds of `compute`, dearest first."""
+    """The operators that take the most seconds of `compute`, most seconds first."""
     examples: int = 0
     """Examples in a step; 0 if unknown."""
     at_peak_s: float = 0.0
@@ -225,7 +225,7 @@ class Plan:
         """Bytes that the plan needs on the fullest device: the sum of `memory`.
 
         The sum includes a reserve that is kept free. With a pipeline it is an upper
-        bound: the terms may be those of different stages.
+        bound, because each entry of `memory` is that of the stage where it is largest.
         """
         return sum(self.memory.values())
 

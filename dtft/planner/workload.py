@@ -160,7 +160,7 @@ _OF_PARTS = ("pad", "concatenate")
 
 
 def gradients(question: "Workload") -> dict[int, str]:
-    """Finds the values that are gradients of parameters, or terms of such a gradient.
+    """Finds the values that are gradients of parameters, or summands of a gradient.
 
     The search goes back from each updated parameter, through the update and through
     element-wise and `layout` operators (such as reshapes and casts) of the backward
@@ -425,15 +425,18 @@ class Workload:
     def num_examples(self) -> int:
         """The number of examples in a step; 0 if no batch leaf has more than one row.
 
-        The rows of a leaf are the size of its first dim. If all batch leaves have
-        equally many, this is the number of examples. Otherwise one first dim is chosen:
-        the one in whose products (matmuls, convolutions and kernels) the program has
-        the most operations. A program without products is judged by all its operators.
-        Between dims with equal operations, the dim of the leaf with the most rows is
-        chosen. A first dim that a leaf with another number of rows has as its second
-        dim indexes positions, and is chosen only if there is no other. If leaves with
-        the chosen dim differ in rows, because one of them is flattened, the number of
-        examples is the fewest rows.
+        The rows of a leaf are the size of its first dim; leaves with one row do not
+        count. If all batch leaves have equally many rows, this is the number of
+        examples. Otherwise the first dim of one leaf is chosen, by these rules in turn:
+
+        * Not a dim that is the second dim of a leaf with another number of rows: such a
+          dim indexes positions. It is chosen only if there is no other.
+        * The dim whose matmuls, convolutions and kernels have the most operations. In a
+          program without these, all operators count.
+        * The dim of the leaf with the most rows.
+
+        If leaves with the chosen dim differ in rows, because one of them is flattened,
+        the number of examples is the fewest rows.
         """
         graph = self.program
         values = [graph.values[graph.inputs[path]] for path in self.paths("batch")]

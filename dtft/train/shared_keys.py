@@ -70,7 +70,7 @@ class SharedKeys:
         self._calm_at = 0.0
 
     def forget(self) -> None:
-        """Deletes gloo's keys from this process's service, so that polls stay cheap.
+        """Deletes gloo's keys from this process's service, so that polls read few keys.
 
         Call it when this process has left all collectives; gloo writes other keys for
         the next ones.

@@ -149,8 +149,9 @@ class LocalRuntime:
         )
 
     def mesh(self, experiment: Experiment) -> Any:
-        """Chooses the plan and makes its mesh; without `plan` in the config, makes the
-        experiment's mesh.
+        """Chooses the plan, and makes the plan's mesh.
+
+        If the config's `plan` is empty, makes the experiment's mesh.
 
         Raises:
             ConfigError: the requested plan cannot be found, or cannot run here.

@@ -64,13 +64,15 @@ class WindowClock:
 
     Steps are dispatched ahead: at the dispatch of step s the loop knows that step s - 2
     is finished. At a boundary, a step after which a snapshot is taken, the loop waits
-    for all steps. From the times of these events the clock computes how long steps take
-    while the snapshot is copied to other hosts, and how long afterwards.
+    for all steps. From the times of these events the clock computes the number and the
+    seconds of the steps while the snapshot is copied to other hosts (`affected`), and
+    of the steps afterwards (`quiet`).
 
     In the example the boundaries are the steps 10 and 18, at 10.0 s and 18.5 s, and the
-    snapshot of step 10 has its copies at 11.5 s. The quiet steps are counted from the
-    second dispatch after 11.5 s, at 13.0 s, to the last dispatch, at 17.0 s: 4 steps in
-    4.0 s. The other 4 steps and 4.5 s count as affected.
+    snapshot of step 10 has its copies at 11.5 s. The first dispatch after that does not
+    count, because a step that began earlier runs then. The quiet steps are those from
+    the second dispatch, at 13.0 s, to the last dispatch, at 17.0 s: 4 steps in 4.0 s.
+    The other 4 steps and 4.5 s count as affected.
 
     >>> clock = WindowClock()
     >>> clock.finished(10, 10.0, released_at=0.0, stall_s=0.0) is None
@@ -234,8 +236,10 @@ class AgentRuntime:
         return self._rehearsals.step_on(mesh, self._plan)
 
     def compile(self, train_step: Any, batch: Any) -> None:
-        """Compiles a step, or loads the program of an equal step that this process
-        compiled for other devices."""
+        """Compiles a step, unless the program of an equal step can be loaded.
+
+        This process must have compiled the equal step, for other devices.
+        """
         self._rehearsals.compile(train_step, self._plan, batch)
 
     @property
@@ -633,8 +637,10 @@ class TrainingThread(threading.Thread):
     def __init__(
         self, train: Callable[[], None], condition: threading.Condition
     ) -> None:
-        """Stores the arguments. The started thread runs `train`, and then notifies
-        `condition`."""
+        """Stores the arguments; `start` starts the thread.
+
+        The thread runs `train`, and then notifies `condition`.
+        """
         super().__init__(name="training", daemon=True)
         self.has_ended = False
         self.error: BaseException | None = None
@@ -922,13 +928,14 @@ def _keep_stdout_for_people() -> None:
 
 
 def _without_waits(descriptor: int) -> int:
-    """Returns a new descriptor of the same file; a write to it waits for no reader.
+    """Returns a new descriptor of the same file, which does not block if possible.
 
-    A pipe or terminal is opened once more, with O_NONBLOCK: the flag belongs to the
-    open file, which other processes share. A regular file is not opened once more,
-    because it would be written from its beginning. Neither is a socket, or another
-    user's terminal: these cannot be opened. `ForPeople` then waits only if another
-    process fills the buffer just before.
+    A pipe or terminal is opened again, with O_NONBLOCK. Set on `descriptor`, the flag
+    would also hold for other processes, which share its open file. A regular
+    file is only duplicated: opened again, it would be overwritten from its beginning.
+    A file that cannot be opened again, such as a socket or another user's terminal, is
+    only duplicated too. A write to it can block, if another process fills the buffer
+    after `ForPeople` has found room in it.
     """
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY

@@ -1,7 +1,8 @@
 """The trainer's client of the memory tier, through the agent of its host.
 
 `AgentCheckpointManager` has the method names of Orbax's CheckpointManager, for dtft's
-own trainers. `AttachedMemory` is a subclass for the processes of a user's own job.
+own trainers. `AttachedMemory` is a subclass for a job whose processes the user starts,
+not the agents.
 """
 
 import contextlib
@@ -41,7 +42,8 @@ up to 4 steps at a time."""
 class SaveArgs:
     """What one save writes: arrays, and JSON values beside the arrays (items).
 
-    Also has times measured since the last snapshot, for an automatic interval.
+    For an automatic snapshot interval, also has the wall times in seconds of the steps
+    since the last snapshot.
     """
 
     arrays: Mapping[str, jax.Array | np.ndarray]
@@ -50,7 +52,7 @@ class SaveArgs:
     items: Mapping[str, Any] = field(default_factory=dict)
     """JSON values saved beside the arrays, such as the data position, by name."""
     window: Window | None = None
-    """Times measured since the last snapshot, from which the leader chooses an
+    """Wall times of the steps since the last snapshot, from which the leader chooses an
     automatic snapshot interval; None without measurements."""
 
 
@@ -397,7 +399,7 @@ class NotBrought(RuntimeError):
 
 
 class AttachedMemory(AgentCheckpointManager):
-    """The memory tier of one process of a user's job, through the agent of its host.
+    """The memory tier of one process that the user started, through its host's agent.
 
     Extends `AgentCheckpointManager`: waits for all processes of the job, finds and
     reads committed steps, requests writes to storage, and reports why the agent has

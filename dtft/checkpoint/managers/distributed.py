@@ -196,8 +196,9 @@ def placed(
 ) -> dict[str, RestoreTarget | None]:
     """Returns `wanted` with the saved sharding for array targets without a sharding.
 
-    A target stays unchanged if its leaf was saved without a sharding, or if its item
-    has a `RestoreTarget.fallback`: the sharding of all targets without a sharding.
+    A target stays unchanged if its leaf was saved without a sharding. All targets of an
+    item stay unchanged if the item has a `RestoreTarget.fallback`, because its targets
+    without a sharding later get the fallback's.
 
     Args:
         record: describes the saved step: its items, leaves and shardings.
@@ -679,8 +680,11 @@ class JobSteps:
 
     @property
     def _has_saved(self) -> bool:
-        """Whether there is a step to wait for: one that this run has saved or, after a
-        first save that failed, the step that could be restored at the start."""
+        """Whether this run has begun a save, and `AttachedMemory.saved` is a step.
+
+        If the first save failed, that step is the one that could be restored at the
+        start of this run, if any.
+        """
         return self._layout is not None and self._memory.saved is not None
 
     def _flush(self, *, store: bool) -> str:

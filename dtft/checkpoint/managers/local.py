@@ -320,7 +320,8 @@ class Storing:
 
         Raises:
             StorageFailed: a write failed, also an earlier write whose failure was not
-                raised yet; or the wait took too long.
+                raised yet; or the wait took longer than `storage_timeout_s` plus
+                `EXPORTER_START_S` (60) seconds per pending write.
         """
         self._wait_idle()
         self.check()
@@ -403,7 +404,7 @@ class Storing:
         A pending write of this step is dropped, unless it has begun.
 
         Raises:
-            StorageFailed: the pending writes take too long.
+            StorageFailed: the pending writes take longer than the limit of `wait`.
         """
         for version in [one for one in self._waiting if one.step == step]:
             self._waiting.remove(version)

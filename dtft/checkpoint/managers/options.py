@@ -41,9 +41,9 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     """
 
     save_interval_steps: int | Literal["auto"] = 1
-    """`save` copies the first step and every multiple of this number into memory.
-    `auto`: the shortest interval that `stall_budget` allows, computed from the measured
-    times of saves and steps."""
+    """`save` copies every multiple of this number into memory, and any step while no
+    step is saved. `auto`: the shortest interval that `stall_budget` allows, computed
+    from the measured times of saves and steps."""
     stall_budget: float = Automatic.budget
     """With `auto`: the wall time that saves may add, as a fraction of the steps' own
     wall time."""
@@ -187,8 +187,8 @@ def _number(name: str, value: Any, below: float) -> float:
 def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
     """Whether a step is due to be saved.
 
-    As in Orbax, the first step is due, and then every step of the cadence that is above
-    the newest step.
+    As in Orbax, every step is due while no step is saved. Afterwards a step is due if
+    it is in the cadence and above the newest step.
 
     Args:
         cadence: the steps after which a save is due.

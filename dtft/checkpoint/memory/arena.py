@@ -286,7 +286,11 @@ class AlignedAllocator:
     """
 
     def __init__(self, total: int) -> None:
-        """Allocates nothing yet; all calls of `take` together request `total` bytes."""
+        """Allocates nothing yet.
+
+        `total` is the expected sum of the bytes that the calls of `take` request. It
+        only limits the size of the slabs; `take` may request more.
+        """
         self._left = total
         self._slab = np.empty(0, np.uint8)
 

@@ -214,7 +214,7 @@ class ChunkPool:
         ]
 
     def parts(self, copy: Copy, index: int) -> Parts:
-        """Returns the memory of a copy's slice `index`, in the fewest pieces."""
+        """Returns the memory of a copy's slice `index` in as few pieces as possible."""
         return self.chunks.parts(self._memory(), copy.buffers, index)
 
     def chunk(self, buffers: np.ndarray, number: int) -> memoryview:

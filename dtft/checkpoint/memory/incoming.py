@@ -46,10 +46,9 @@ class Receiving:
         self._expected = b"".join(digests)
 
     def keep(self, copy: Copy) -> None:
-        """Takes over the chunks of an older copy that this push has with equal digests.
+        """Shares an older copy's buffer for each chunk with the same digest in both.
 
-        The push shares the buffers of these chunks. The chunks count as received, so
-        the peer does not send them.
+        These chunks count as received, so the peer does not send them.
         """
         same = self.pool.unchanged(copy, self.digests)
         self.buffers[same], self.states[same] = copy.buffers[same], _HERE

@@ -314,9 +314,9 @@ class Owning:
 class Restoring:
     """A restore in progress, which writes slices into one copy of a step. Thread-safe.
 
-    A newer restore may drop or replace the copy meanwhile. Until the `with` block ends,
-    no other step gets the memory of the missing slices, and the digests that are
-    recorded belong to this copy. So a restore that was given up changes no other copy.
+    A newer restore may drop or replace the copy meanwhile. This object still changes
+    only its own copy: `restored` records digests in this copy, and until the `with`
+    block ends, no other step gets the memory of the missing slices.
     """
 
     def __init__(
@@ -369,8 +369,8 @@ class Restoring:
                     self._copy.digests[index] = digests[piece.key]
 
     def keep_memory(self) -> None:
-        """Keeps the memory of the missing slices from all other steps for good.
+        """Reserves the memory of the missing slices for good: no other step gets it.
 
-        Called if something may write to this memory at any later time.
+        Called if a write to this memory may still happen after the `with` block.
         """
         self._guard = None

@@ -38,14 +38,18 @@ class HeldCopies:
         self._own, self._hosting = own, hosting
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps with at least one copy on this host, ascending."""
+        """Returns the steps of the copies on this host, ascending.
+
+        Leaves out a step whose only copy is kept for an export to storage (pinned).
+        Still lists a step whose copies were all dropped because they were corrupt.
+        """
         return tuple(sorted({*self._own.copies, *self._hosting.copies}))
 
     def items(self, step: int) -> dict[str, Any]:
         """Returns the JSON items of `step`: data position and so on.
 
         Raises:
-            KeyError: this host has no copy of the step.
+            KeyError: `steps()` does not have the step.
         """
         found = self._own.items.get(step)
         return self._hosting.items[step] if found is None else found
@@ -60,7 +64,7 @@ class HeldCopies:
         """Lists (slice key, memory, recorded digests) of `step`'s slices on this host.
 
         The memory is not read. Slices with a chunk (a part of their bytes) known to be
-        corrupt are left out.
+        corrupt, and copies kept only for an export to storage (pinned), are left out.
         """
         return [
             (piece.key, parts, digests)
@@ -84,10 +88,11 @@ class HeldCopies:
     # --------------------------------------------------------------- verified
 
     def recorded(self) -> dict[int, dict[str, bytes]]:
-        """Maps step to slice key to recorded digests, for every copy on this host.
+        """Maps step to (slice key to recorded digests), for the copies on this host.
 
-        Copies kept for peers that are known to be corrupt are dropped first. Reads no
-        bytes.
+        Copies kept for peers that are known to be corrupt are dropped first. Leaves out
+        slices known to be corrupt, and copies kept only for an export (pinned). Reads
+        no bytes.
         """
         self._hosting.forget_rotten()
         copies = {
@@ -312,7 +317,7 @@ class ReplicaStore:
         """Returns the JSON items of `step`: data position and so on.
 
         Raises:
-            KeyError: this host has no copy of the step.
+            KeyError: `steps()` does not have the step.
         """
         with self._lock:
             return self._held.items(step)
@@ -493,7 +498,8 @@ class ReplicaStore:
 
         Returns:
             step -> slice key -> digests of each good slice, and a description of each
-            corrupt slice ("step 12: params/w[0:4]:float32").
+            corrupt slice ("step 12: params/w[0:4]:float32"). Copies kept only for an
+            export (pinned) are among the corrupt slices, but not among the good.
         """
         for number in range(self.verifier.num_chunks if read else 0):
             self.verifier.read(number)
@@ -502,7 +508,11 @@ class ReplicaStore:
             return self._held.recorded(), known
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps with at least one copy on this host, ascending."""
+        """Returns the steps of the copies on this host, ascending.
+
+        Leaves out a step whose only copy is kept for an export to storage (pinned).
+        Still lists a step whose copies were all dropped because they were corrupt.
+        """
         with self._lock:
             return self._held.steps()
 
@@ -510,7 +520,7 @@ class ReplicaStore:
         """Lists (slice key, memory, recorded digests) of `step`'s slices on this host.
 
         The memory is not read. Slices with a chunk (a part of their bytes) known to be
-        corrupt are left out.
+        corrupt, and copies kept only for an export to storage (pinned), are left out.
         """
         with self._lock:
             return self._held.listed(step)

@@ -262,10 +262,13 @@ class SnapshotPlan:
     def _views(
         self, ranges: Iterable[Range], arrays: Mapping[str, HostOrDevice]
     ) -> Iterator[list[memoryview]]:
-        """Yields, for each range, the bytes of its parts (byte ranges of slices).
+        """Yields, for each range, a view of each of its parts.
+
+        A range is a tuple of parts that one thread copies at a time. A part is a byte
+        range of one slice.
 
         Args:
-            ranges: parts of this slot's slices, slice by slice.
+            ranges: cover slices of this slot; the parts of a slice follow each other.
             arrays: leaf path to array, as for `write`.
 
         Raises:

@@ -24,11 +24,11 @@ in this buffer with this digest."""
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """Result of reading one chunk (part of a slice's bytes) wherever copies have it.
+    """Result of reading one chunk (part of a slice's bytes) in all buffers of copies.
 
     Copies of several steps share a buffer if the chunk did not change, else they have
-    it in different buffers. A buffer in which the chunk is known to be corrupt is not
-    read.
+    the chunk in different buffers. A buffer in which the chunk is known to be corrupt
+    is not read.
     """
 
     nbytes: int
@@ -39,7 +39,11 @@ class ChunkRead:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedCopies:
-    """Result of reading all copies of slices on one host."""
+    """Result of reading all copies of slices on one host.
+
+    Copies that are kept only for an export (pinned) are read, too, but are not in
+    `copies`, `held` and `unread`.
+    """
 
     copies: int
     """The number of slices in all copies, summed over the steps. A slice whose memory
@@ -161,7 +165,7 @@ class CopyVerifier:
         )
 
     def read(self, number: int) -> ChunkRead:
-        """Reads and checks one chunk wherever copies of some step have it.
+        """Reads and checks one chunk in every buffer in which a copy has the chunk.
 
         Copies that share the chunk's memory (buffer) are read once. Buffers in which
         the chunk is known to be corrupt are not read.

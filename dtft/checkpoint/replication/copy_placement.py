@@ -77,9 +77,9 @@ class CopyPlacement:
     def _routes(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """Maps (source slot, target slot) to the parts of leaves that are sent.
 
-        A part is an equal piece of every leaf of one table. It is given as a pair:
-        position of the table in `tables`, and number of the part. The keys are sorted
-        by source, then target.
+        The parts are pairs: the position of a table in `tables`, and the number of a
+        part. A pair stands for the part with this number of every leaf of the table.
+        The keys are sorted by source, then target.
         """
         routes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for at, table in enumerate(self.tables):

@@ -203,14 +203,15 @@ def _group_sets(groups: int, size: int, lost: int) -> int:
 def _ring_sets(ring: int, size: int, lost: int) -> int:
     """Counts the sets of `lost` hosts without `size` consecutive hosts of a ring.
 
-    `ring` is the number of hosts of the ring, 0 if there is none. After each remaining
-    host comes a run of lost hosts, which may be empty and is shorter than `size`. The
-    number of ways to choose the lengths of the runs, times the `ring` rotations, counts
-    each set once per remaining host, so it is divided by the number of remaining hosts.
+    `ring` is the number of hosts of the ring, 0 if there is none.
     """
     left = ring - lost
     if left <= 0:
         return int(ring == 0 and lost == 0)
+    # After each remaining host comes a run of lost hosts, which may be empty and is
+    # shorter than `size`. The number of ways to choose the lengths of the runs, times
+    # the `ring` rotations, counts each set once per remaining host. So it is divided by
+    # the number of remaining hosts.
     runs = sum(
         (-1) ** long
         * math.comb(left, long)

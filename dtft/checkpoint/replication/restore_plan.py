@@ -129,9 +129,10 @@ MAX_NAMED = 8
 class WantedCells:
     """Cells (overlaps of an old and a new slice) that restoring hosts need.
 
-    There is one row for each target (restoring host) and cell. A bundle is a group of
-    leaves with the same old and the same new partition (`LeafBundle`). One cell of a
-    bundle stands for the same overlap in each leaf of the bundle.
+    The arrays have one row for each pair of a target (restoring host) and a cell that
+    the target needs. A bundle is a group of leaves with the same old and the same new
+    partition (`LeafBundle`). One cell of a bundle stands for the same overlap in each
+    leaf of the bundle.
     """
 
     target: np.ndarray
@@ -621,10 +622,11 @@ def _settled(
     A cell is the overlap of an old and a new slice, for all leaves of a bundle. A cell
     can be cut only at some offsets; a piece is the bytes between two neighbouring
     offsets. If the given routes divide a piece among several senders, one of these
-    senders sends the whole piece instead. These pieces are assigned one by one, the
-    largest first. Each piece goes to that one of its senders with the largest deficit.
-    The deficit of a sender is a number of bytes, counted over the pieces up to this
-    one: its bytes in the given routes, minus the bytes of the pieces assigned to it.
+    senders sends the whole piece instead.
+
+    These pieces are assigned one by one, the largest first, each to that one of its
+    senders with the largest deficit. A sender's deficit is the bytes of the pieces so
+    far that the given routes let it send, minus the bytes of the pieces assigned to it.
 
     Args:
         routes: the byte ranges of all cells in `absent`.

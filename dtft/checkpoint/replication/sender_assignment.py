@@ -26,8 +26,9 @@ class Demand:
     candidates: np.ndarray
     """[n] int64: distinct senders, at least one."""
     distance: np.ndarray | None = None
-    """[n] float64: distance of each candidate, from 0 (near) to 1 (far); None if
-    distances do not matter."""
+    """[n] float64: the fraction of the failure domain levels at which candidate and
+    target have different domains, from 0 (near) to 1 (far). None if distances do not
+    matter."""
 
 
 def share_out(
@@ -190,9 +191,9 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
     """Chooses the host that sends each byte of all needs, with vectorised operations.
 
     Needs form a group if they have the same candidates (hosts that can send), at the
-    same distances in failure domains. `share_out` divides each group's bytes over the
+    same distances (`Demand.distance`). `share_out` divides each group's bytes over the
     candidates. The group's needs are laid end to end, and each sender in turn takes the
-    next bytes, as many as its share has.
+    next bytes, as many as `share_out` gave it.
 
     Args:
         needs: the byte ranges that hosts lack; at least one.
@@ -235,8 +236,9 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
 def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Groups needs that have the same candidates at the same distances.
 
-    Candidates are the hosts that can send. Their distance depends on the failure
-    domains of candidate and target (the host that lacks the bytes).
+    Candidates are the hosts that can send, and the target is the host that lacks the
+    bytes. A distance is the fraction of the failure domain levels at which candidate
+    and target have different domains.
 
     Args:
         needs: the byte ranges that hosts lack.

@@ -220,7 +220,7 @@ class Experience:
         """Returns the measurements with one more window.
 
         A window is the steps between two snapshots. Keeps the newest `KEPT_WINDOWS`
-        windows and values of `quiet_step_s`.
+        windows, and as many mean times of quiet steps (`quiet_step_s`).
         """
         windows = (*self.windows, window)[-KEPT_WINDOWS:]
         if not window.quiet_steps:

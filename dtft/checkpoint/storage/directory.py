@@ -1,8 +1,8 @@
 """The storage tier: a directory of Orbax checkpoints, one per step.
 
-Stock Orbax can read each item (named part) of a step by the item's name. A step of
-dtft's own training loop (of an experiment) has the items `state`, a nested dict of
-arrays, and `items`, JSON. Each step that dtft writes also has the item `dtft`,
+Stock Orbax can read each item (named part) of a step by the item's name. A step that
+dtft's own training loop (`dtft.train`) saves has two items: `state`, a nested dict
+of arrays, and `items`, JSON. Each step that dtft writes also has the item `dtft`,
 described in `stored_steps`. `compare_steps` compares two stored steps bit for bit.
 """
 
@@ -65,9 +65,8 @@ class StorageTier:
             read_only: whether saves are refused.
             scored: whether Orbax also writes the metrics of a step.
             background: whether a save returns before the step is complete. If the
-                background part of a save fails on one of several processes, this
-                process reports the error after all other processes have ended their
-                parts.
+                background part of a save fails on one of several processes, the failed
+                process reports the error after the other processes have ended theirs.
 
         Raises:
             ValueError: `max_to_keep` is below 1.
@@ -125,10 +124,10 @@ class StorageTier:
     def write_once(self, step: int, stored: "StepToStore") -> None:
         """Writes a step and waits until it is complete, unless the step exists.
 
-        An existing step is never replaced. It is accepted if its digest (over record
-        and fingerprints) equals that of `stored`: an earlier attempt may have written
-        it, although the answer of that attempt was lost. Must be called by one process
-        only.
+        An existing step is never replaced. It is accepted if its digest (over the
+        step's description and the checksums of its leaves) equals that of `stored`: an
+        earlier attempt may have written it, although the answer of that attempt was
+        lost. Must be called by one process only.
 
         Raises:
             WrittenByAnother: the step exists with another digest.

@@ -297,15 +297,15 @@ class Exporter:
             step: number of the step.
             memory: one path, of the file that has all slices of this slot; or one path
                 per slice, of the file that has the slice.
-            buffers: for each chunk (the bytes of one digest), the number of the area of
-                its file that has the chunk; one byte per chunk, as hex. A file is
-                divided into areas of equal size, each with room for every chunk.
+            buffers: one byte per chunk (the bytes of one digest), as hex. A file is
+                divided into areas of equal size, each with room for every chunk. The
+                byte is the number, from 0, of the area that has the chunk.
             digests: for each of the slot's slices in the layout's order, the digests of
                 its chunks, as hex.
             items: JSON values of the parts of the state that are not arrays; for a
                 user's tree the result of `job_layout.dynamic_part`.
-            delete: steps to delete from a shared directory once the step is complete;
-                ignored if the directory is not shared.
+            delete: steps to delete once the step is complete; ignored unless the
+                directory is shared (other writers may use it, `Opening.shared`).
 
         Returns:
             The size of this slot's slices, in bytes.
@@ -408,7 +408,7 @@ class Exporter:
         )
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that holds the lock of a shared directory.
+        """Returns a context that holds the storage directory's lock for one writer.
 
         Entering the context raises StorageBusy if another writer holds the lock for 0.8
         times the time limit of a save. In an object store (a directory with "://")

@@ -375,7 +375,11 @@ def _copy(step: Path, target: Path) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """Returns the reason of an error; of the errors of several files, the first one."""
+    """Returns the system's text of an error, such as "No space left on device".
+
+    If the error lists those of several files (`shutil.Error`), returns the text of the
+    first.
+    """
     if isinstance(error, shutil.Error) and error.args and error.args[0]:
         return str(error.args[0][0][-1])
     return error.strerror or str(error)

@@ -3,8 +3,8 @@
 A step that dtft wrote has the item `dtft` in addition to the user's items. This item
 has the `Record` (tree structures, leaves and JSON items of the step) and a fingerprint
 (checksum of the values) per leaf, with which the leaf is verified. A step without this
-item was written by stock Orbax, or by dtft of git commit 3d5ab71 or earlier. Orbax
-reads the values of all steps.
+item was written by stock Orbax, or by dtft of git commit 3d5ab71 or earlier. The values
+of every step are read with Orbax.
 """
 
 import json

@@ -134,7 +134,7 @@ class HostNamespaces:
         self._apply(cut)
 
     def close(self) -> None:
-        """Removes this cluster's namespaces, interfaces and files in `NETNS_ETC`."""
+        """Removes this cluster's namespaces, interfaces and files in /etc/netns."""
         _remove(self._base)
 
     # ------------------------------------------------------------------ cutting
@@ -349,9 +349,10 @@ def _free_networks() -> tuple[str, str]:
 
 
 def _remove(base: str) -> None:
-    """Removes the interfaces, namespaces and `NETNS_ETC` folders of one process.
+    """Removes one process's interfaces, namespaces and folders in /etc/netns.
 
-    Their names begin with `base`, which is `PREFIX` and the process id, and a letter.
+    `base` is "dtft" and the process id, such as "dtft4711". Names that begin with
+    `base` and a letter belong to this process.
     """
     for kind in ("link", "netns"):
         for name in _names(kind):

@@ -175,7 +175,9 @@ class Agent:
     def start(self) -> None:
         """Registers this host in the store and starts the periodic tick.
 
-        Also starts a standby trainer, unless the user starts the trainers.
+        The tick, every `TICK_S` seconds, renews the lease, checks the connections and
+        the trainer, connects to the leader, and campaigns for leadership if there is no
+        leader. Also starts a standby trainer, unless the user starts the trainers.
 
         Raises:
             StoreUnavailable: the store cannot be reached.
@@ -290,7 +292,10 @@ class Agent:
             self._follower.retire()
 
     def _lapsed(self) -> None:
-        """Sends this host's new record to the leader after its lease has expired."""
+        """Sends the leader this host's record, after this host's lease has expired.
+
+        The record has the next incarnation.
+        """
         self._tell_record()
 
     def _tell_record(self) -> None:
@@ -303,7 +308,7 @@ class Agent:
     def describe(self, record: HostRecord) -> None:
         """Sends a changed record of this host to the leader.
 
-        The next ticks write the record to the store.
+        A later tick (see `start`) writes the record to the store.
         """
         self._membership.describe(record)
         self._tell_record()

@@ -103,7 +103,8 @@ class HostExports:
 
         `order` is the leader's order: `step`, `slot` (whose slices this host writes),
         `transfers` (slices to fetch from peers first), `rank` and `world` (index and
-        number of the exporters), `coordinator` (their address) and `failures`.
+        number of the exporters), `coordinator` (their address) and `failures`
+        (the number of exports that failed or were replaced before this one).
 
         If `holder` is None, only calls `exported` with an error. Otherwise first gives
         up an export that still runs: the leader orders one export at a time, so that

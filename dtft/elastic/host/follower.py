@@ -2,10 +2,10 @@
 
 Starts and ends the trainer, keeps the copies, replicates, restores and exports. In a
 served job the trainer is a user's process, which decides when to save and restore: it
-receives the number of the restorable step once its host has prepared its slot, sends
-its layout at its first save, and requests each step that it restores. All methods run
-on the agent's event loop; long work runs on threads that report with events. The leader
-decides slot, step and peers.
+receives the number of the restorable step once its host has a slot and, if the leader
+orders a restore from memory, the slot's slices. It sends its layout at its first save,
+and requests each step that it restores. All methods run on the agent's event loop; long
+work runs on threads that report with events. The leader decides slot, step and peers.
 """
 
 import functools
@@ -168,6 +168,7 @@ class Follower:
     def epoch(self) -> tuple[int, int]:
         """(generation, attempt) of the assignment that gave this host its slot.
 
+        `attempt` numbers the starts of the trainers within one generation, from 1.
         (0, 0) without a slot.
         """
         return self._task.epoch if self._task else (0, 0)
@@ -187,9 +188,10 @@ class Follower:
         return self._task is not None
 
     def inbox(self) -> Inbox:
-        """Returns the access of the transport's threads to this host's state.
+        """Returns the functions through which other threads read this host's state.
 
-        With its functions these threads read the copies and report received slices.
+        The threads that serve connections read the copies and report received slices
+        with these functions.
         """
         return Inbox(
             epoch=lambda: self.epoch,
@@ -541,9 +543,10 @@ class Follower:
     def share(self, ballot: tuple[int, int], keys: Mapping[str, str]) -> None:
         """Passes another host's entries of the JAX coordination service to the trainer.
 
-        This host's trainer writes the entries (`keys`: name to value) into its own
-        coordination service. `ballot` is the (term, number) of the order's round; an
-        order of another round than the newest one is ignored.
+        `keys` maps the name of each key-value entry to its value. This host's trainer
+        writes the entries into its own coordination service. `ballot` is the (term,
+        number) of the order's round; an order of another round than the newest one is
+        ignored.
         """
         if ballot == self._ballot:
             self._trainers.share(keys)
@@ -741,7 +744,7 @@ class Follower:
     def release(
         self, step: int, committed: bool, commit: str = "", **told: Any
     ) -> None:
-        """Drops copies older than a replicated step, except the last committed step.
+        """Drops copies of steps before a replicated step, but not of the last commit.
 
         Also reports the step to the trainer, with the buffers that the trainer wants
         for its next snapshot, and starts a standby trainer. Without a slot or copies,
@@ -1015,9 +1018,11 @@ class Follower:
             step: the step.
 
         Returns:
-            The answer to the trainer: `step`, the buffers, and `copied` (which slices
-            to copy, see `Copies.share`). None if no buffer is free. Then the trainer
-            gets the answer once there is one; it waits for `timeouts.start` at most.
+            The answer to the trainer: `step`, the buffers, and `copied` (which of the
+            slot's slices the trainer copies from its devices, in the form of
+            `Copies.share`). None if a chunk has no free buffer. Then the answer is sent
+            later, once all chunks have one; the trainer waits for `timeouts.start` at
+            most.
         """
         task.wanted = None
         try:
@@ -1029,10 +1034,10 @@ class Follower:
             return None
 
     def _room_late(self, task: SlotTask, holder: ReplicaStore, step: int) -> None:
-        """Sends the trainer the buffers that were not free before, once they are.
+        """Sends the trainer the answer of `_room`, once every chunk has a free buffer.
 
-        Does nothing if the slot or its copies were replaced meanwhile. The arguments
-        are those of `_room`.
+        Tries again every `ROOM_AGAIN_S` seconds until then. Does nothing if the slot or
+        its copies were replaced meanwhile. The arguments are those of `_room`.
         """
         if task is not self._task or holder is not self._copies.holder:
             return
@@ -1047,7 +1052,7 @@ class Follower:
         """Takes the buffers; returns the answer to the trainer (see `_room`).
 
         Raises:
-            RuntimeError: no buffer is free.
+            RuntimeError: a chunk has no free buffer.
         """
         room = holder.begin_stage(step)
         return {"step": step, "copied": self._copies.share(task.turn), **vars(room)}

@@ -171,8 +171,8 @@ def _other_user(path: Path) -> int | None:
 def remove_memory_directory(directory: Path) -> None:
     """Removes a host's memory directory that this process has locked; frees the lock.
 
-    Does nothing if this process holds no lock, as after an earlier removal. The next
-    agent of the same name may already have the directory's path then.
+    Does nothing if this process does not hold the lock, as after an earlier removal:
+    the path may then be that of the next agent of the same name.
     """
     with _holding:
         lock = _held.pop(directory, None)
@@ -186,6 +186,8 @@ def remove_memory_directory(directory: Path) -> None:
 
 def _is_owner(lock: int, directory: Path) -> bool:
     """Whether an open lock file is the one that is in the directory now.
+
+    `lock` is the file descriptor of the open lock file.
 
     Raises:
         FileNotFoundError: the directory has no lock file.

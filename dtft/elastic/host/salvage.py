@@ -6,10 +6,12 @@ trainers. The process that started the hosts queries each host's copies, chooses
 Hosts answer on threads of their port, so salvage also works while an agent's event loop
 hangs, and while slots are being assigned anew.
 
-A recorded commit can be chosen if the digests of the hosts' copies give its root digest
-(one digest over all slices). The store may not have recorded a step, because it did not
-answer. Only copies of the newest assignment of slots that has the step then count: they
-must include all slices, and copies of the same slice must have equal digests.
+A step whose commit the store has recorded can be chosen if the digests of the hosts'
+copies give the commit's root digest (one digest over all slices). A step without a
+recorded commit can be chosen, too, as the store may not have answered at the commit.
+Then only the copies of hosts with the newest assignment of slots that has the step are
+used: they must include all slices, and copies of the same slice must have equal
+digests.
 """
 
 import contextlib
@@ -81,10 +83,11 @@ def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
 def serve_salvage(channel: Channel, inbox: Inbox) -> None:
     """Answers one salvage request with a description of all copies on this host.
 
-    The answer has this host's epoch (see `Holding`), and an entry for each holder (the
-    copies for one layout and slot): the layout as JSON, the bytes per chunk, and by
-    step the recorded digests of the slices and the JSON items. The copies' bytes are
-    not read. Leaves out a step that is dropped meanwhile.
+    The answer has this host's epoch, (generation, attempt) of the assignment that gave
+    the host its slot, or (0, 0) without a slot. The answer also has an entry for each
+    holder (the copies for one layout and slot): the layout as JSON, the bytes per
+    chunk, and by step the recorded digests of the slices and the JSON items. The
+    copies' bytes are not read. Leaves out a step that is dropped meanwhile.
     """
     holder = inbox.holder()
     holders = [it for it in (holder, *inbox.former()) if it is not None]
@@ -288,7 +291,8 @@ class Salvage:
 
         Raises:
             NotSalvaged: no step was written; the message has the reason.
-            ValueError: `scratch` cannot be made, see `make_memory_directory`.
+            ValueError: the directory in which the step is assembled (`scratch`) cannot
+                be made, see `make_memory_directory`.
         """
         end = time.monotonic() + limit_s
         make_memory_directory(self.scratch)

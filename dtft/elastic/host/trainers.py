@@ -793,7 +793,7 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def joining(config: AgentConfig) -> dict[str, Any]:
-    """Returns those fields of an order to join a world that are settings of the config.
+    """Returns the fields that an order to join a world takes from the config.
 
     A world is a set of connected JAX processes. The fields are deadlines in seconds
     (`heartbeat_s`, `start_s`), the number of CPU `devices`, and `lasts`: whether the

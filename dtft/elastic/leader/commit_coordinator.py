@@ -147,9 +147,9 @@ def _slowest(windows: Sequence[Window]) -> Window:
     """Returns the measurements of the slowest host, for which the other hosts wait.
 
     `windows` has the measurements of all hosts between the same two snapshots. The
-    slowest host is the one with the fewest steps during which no replication ran. Among
-    hosts with equally few such steps, it is the one whose snapshot blocked training
-    longest.
+    slowest host is the one whose replication ran during the most steps, so that it has
+    the fewest steps without replication. Of hosts with equally many, it is the one
+    whose snapshot blocked training longest.
     """
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
 
@@ -389,10 +389,11 @@ class CommitCoordinator:
     def export(self, step: int) -> None:
         """Orders hosts that together own all slices to write a step to storage.
 
-        Of hosts with the same slices, only one writes. Orders nothing while an export
-        is in progress, if some slice is on no host, or if trainers went on after a
-        later step whose commit was delayed. In the last case hosts have dropped the
-        copies of `step`.
+        Of hosts with the same slices, only one writes. Orders nothing in these cases:
+
+        * An export is in progress, or some slice is on no host.
+        * Trainers went on after a later step whose commit was delayed (`delayed`). The
+          hosts may then have dropped the copies of `step`.
         """
         if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))

@@ -233,7 +233,7 @@ class Draining:
 
     @property
     def leads(self) -> bool:
-        """Whether this host, which leads, is to leave the job."""
+        """Whether the leader's own host is to leave the job."""
         return self._config.host in self._needed
 
     def _reason(self, host: str) -> RoundReason:
@@ -258,11 +258,11 @@ class Draining:
                 }
 
     def committed(self) -> None:
-        """Tells the agents of drained hosts to end that have no slot and do not lead.
+        """Ends the agents of those drained hosts that neither have a slot nor lead.
 
-        Called after a commit of the hosts with slots. Answers the requests to drain
-        these hosts. If a host's agent was started anew meanwhile, the host stays, and
-        the answer is an error.
+        Called after a commit of the hosts with slots. Sends each such agent the order
+        to end, and answers the requests to drain its host. If a host's agent was
+        started anew meanwhile, the host stays, and the answer is an error.
         """
         for host, departure in list(self._departures.items()):
             if departure.told:
@@ -277,8 +277,8 @@ class Draining:
     def _end(self, host: str) -> None:
         """Tells the agent of a drained host to end; answers the requests to drain it.
 
-        A lost host cannot be told; its requests are answered too. Does nothing while
-        the host's link is cut and the host may reconnect; `committed` tries again.
+        If the host is lost, only answers the requests. Does nothing while the host's
+        link is cut and the host may reconnect; `committed` tries again.
         """
         round_, departure = self._rendezvous.current, self._departures[host]
         if host in self._registry.away:

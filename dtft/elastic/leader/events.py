@@ -108,7 +108,7 @@ class Journal:
     def close(self, limit_s: float = HANGS_S) -> None:
         """Waits until events are written and lines printed, at most `limit_s` seconds.
 
-        Does not wait longer for events whose write has failed.
+        Does not wait until events whose write has failed are written.
         """
         with self._changed:
             self._changed.wait_for(

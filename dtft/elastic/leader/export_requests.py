@@ -1,9 +1,9 @@
 """The leader's part in exports: requests for them, and their outcomes.
 
 `ExportRequests` keeps the requesters of an export and how to answer each of them.
-`StorageExports` handles the outcome of each export: it updates `StorageWatch` and
-`StorageHealth`, prints failures, writes the stored step to the store, and answers the
-requesters.
+`StorageExports` handles the outcome of each export: it updates the list of the steps in
+storage and the record of failed exports, prints failures, writes the number of the
+stored step to the store (etcd), and answers the requesters.
 """
 
 import queue

@@ -297,11 +297,11 @@ class HostMonitor:
 
         The job had a leader if the store has an assignment of hosts to slots, or has
         lost its data. A new job is not formed here, but later, when enough hosts have
-        connected. The reason given to people is that hosts with a slot in the
-        assignment are no longer in the store, or else that this host leads now. Hosts
-        that are not in the store may be alive, because a lease also runs out while the
-        store does not answer. Hosts that are to leave the job (a leader that was
-        drained, for example) are a further reason.
+        connected. People are told the reason: that the store has lost its data, that
+        hosts with a slot in the assignment are no longer in the store, or else that
+        this host leads now. Hosts that are not in the store may be alive, because a
+        lease also runs out while the store does not answer. Hosts with a slot that are
+        to leave the job (a drained leader, for example) are a further reason.
         """
         view = self._records.view
         if (old := view.assignment) is not None:
@@ -483,13 +483,13 @@ class HostMonitor:
             self._rendezvous.form(f"{host} can be used again")
 
     def _ask_again(self, host: str) -> None:
-        """Asks a host that could have no slot again, in case it can have one now.
+        """Sends another order to an unusable host, in case it can have a slot now.
 
         A host that did not report its copies is ordered to report them, but only while
         the job waits for hosts or the leader decides which host gets which slot. A host
         that reported that it cannot have a slot is ordered to allocate memory for one.
-        If it is not known how much memory a slot needs, the host may have a slot at
-        once.
+        If it is not known how much memory a slot needs, no order is sent, and the host
+        may have a slot at once.
         """
         if host not in self._registry.unfit:
             if self._rendezvous.phase == "waiting" or self._rendezvous.is_deciding:

@@ -317,8 +317,8 @@ class Leader:
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
         """Records a trainer's progress; restarts a deadline in two cases.
 
-        * The job trains, and the trainer's phase is in `UNHURRIED`: the deadline for
-          the next snapshot.
+        * The job trains, and this trainer evaluates or compiles: the deadline for the
+          next snapshot.
         * Some trainer has not finished a step since the job was formed, and this
           trainer evaluates: the deadline for the start. A job that was formed anew at
           its last step has no step left. Its trainers report `running` only after the
@@ -494,7 +494,7 @@ class Leader:
         Args:
             host: the trainer's host.
             slot: the host's slot.
-            step: the step that the trainer has reported.
+            step: the trainer's step when the exception was raised.
             error: "TypeName: message" of the exception.
             evidence: the trainer's phase, the traceback and the path of the log.
         """
@@ -648,8 +648,9 @@ class Leader:
         """Checks deadlines and whether the job is over; called periodically.
 
         The deadlines are those of hosts, of an export, and of the event that the job
-        waits for, such as the next snapshot. Ends the job if a stop was requested or
-        every slot has finished.
+        waits for, such as the next snapshot. Begins to stop the job if a stop was
+        requested, and ends the job once every slot has finished and storage has the
+        last step.
         """
         rendezvous = self._rendezvous
         self._monitor.tick()

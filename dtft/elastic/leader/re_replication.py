@@ -270,11 +270,11 @@ class ReReplicator:
 
 
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
-    """Returns slice key to digest of the restored state.
+    """Maps the key of each slice of the restored state to the slice's digest.
 
-    A slice's digest is the one that a host computed after the restore. Hosts compute
-    digests only after the number of slots has changed. Without such a digest, the
-    digest in the commit is returned.
+    This is the digest that a host computed after the restore. Hosts compute digests
+    only after the number of slots has changed. For a slice without such a digest, it is
+    the digest in the commit.
 
     Args:
         round_: the attempt to form the job, with the hosts' reports of the restore.

@@ -2,10 +2,10 @@
 
 A view is the job's records in the store at one moment. The store applies a write only
 while the leader key and the era (which changes when the store has lost data) are
-unchanged. Writes run in order on a thread beside the event loop, and each is retried
-until the store answers. Training continues meanwhile: a delayed commit is reported, and
-the trainers go on without it. Only a new formation (an assignment of hosts to slots)
-waits until its assignment is recorded.
+unchanged. Writes run in order on one thread, which is not that of the event loop. Each
+write is retried until the store answers. Training continues meanwhile: a delayed commit
+is reported, and the trainers go on without it. Only a new formation (an assignment of
+hosts to slots) waits until its assignment is recorded.
 """
 
 import itertools
@@ -52,8 +52,8 @@ class Records:
     """One leader's knowledge of the store, and its queue of writes to the store.
 
     The knowledge is the view (the job's records in the store at one moment) and the
-    last commits. A write replaces an older write with the same label (kind) that is
-    still queued; no other write is dropped. Used by the event loop.
+    last commits. A write replaces an older write with the same label (kind) that has
+    not begun; no other write is dropped. Used by the event loop.
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Records:
         """Adds commits that hosts have reported, if newer than the known commits.
 
         A host can know a commit that the store has lost, or that the store has not
-        recorded because it did not answer the leader. All copies of such a commit
-        existed.
+        recorded because it did not answer the leader. Every slice of such a commit had
+        all its copies.
 
         A commit is newer if its step is higher than that of the newest known commit.
         But a commit is not added if its assignment of hosts to slots is older than the
@@ -149,7 +149,7 @@ class Records:
 
         Args:
             label: the kind of the write, such as "stored"; passed to the callbacks.
-            value: an object for the callbacks, which stands for the written text.
+            value: passed to the callbacks, such as the object that `text` encodes.
             name: the name of the key within the job.
             text: the text to write.
         """

@@ -1,4 +1,4 @@
-"""Forms the job in rounds: at its start, after failures, and for another size.
+"""Forms the job in rounds: at its start, after failures, and when its size changes.
 
 A formation is an assignment of hosts to slots. A round is one attempt to make a
 formation. In a round, hosts report the copies that they hold, and pure modules
@@ -199,7 +199,8 @@ class Rendezvous:
 
         Args:
             *reasons: the causes; a plain text names no host.
-            fatal: whether the failure would repeat with the same processes.
+            fatal: whether the failure would repeat with the same processes; all
+                trainers then restart.
         """
         if self.frozen or self.phase == "ending":
             return
@@ -434,8 +435,9 @@ class Rendezvous:
         """Orders a host to stop training and report the copies in its memory.
 
         If the host runs JAX's coordination service for all processes, first orders it
-        to declare the given-up processes lost. A new leader has no connected host when
-        it begins a round, so this order goes out when the host connects.
+        to declare lost the processes of hosts that were lost, failed or are to leave
+        (`given_up` in `world_plan`). Called for the connected hosts when a round
+        begins, and for a host that connects later.
         """
         assert self.current is not None
         ballot, places = self.current.ballot, self._lost_places

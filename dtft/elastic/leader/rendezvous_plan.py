@@ -96,11 +96,12 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """Returns the root causes: the reasons of the first of these kinds that occurs.
+    """Returns the root causes: those reasons that may have caused all others.
 
-    The kinds (`Cause`) are, in order: a host was lost, a trainer was killed by SIGKILL,
-    a trainer was killed by another signal, anything else. An event of one kind may have
-    caused events of later kinds. Returns [] if there are no reasons.
+    Each reason has a kind (`Cause`). The kinds are, in order: a host was lost, a
+    trainer was killed by SIGKILL, a trainer was killed by another signal, anything
+    else. An event of one kind may cause events of later kinds. So the reasons of the
+    first kind that occurs are returned; [] if there are no reasons.
     """
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]

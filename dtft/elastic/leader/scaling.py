@@ -263,9 +263,9 @@ class Scaling:
     def trained(self, report: RecoveryReport) -> None:
         """Answers the requests for the number of replicas that the job now has.
 
-        Called when every slot trains again.
-        If the job will keep this number, requests for another number get an error.
-        `report` has the cost of the change, which is part of the reply.
+        Called when every slot trains again. If the job will keep this number, requests
+        for another number get an error. `report` has the cost of the change, which is
+        part of the reply.
         """
         assert (
             self._rendezvous.assignment is not None

@@ -267,8 +267,8 @@ class Requests:
         """Handles the end of an export.
 
         Answers the processes that wait for its step or an earlier step. After a failed
-        export, sends the error to every process that waits for storage, and to the
-        process of every slot.
+        export, answers every process that waits for storage with the error. The host of
+        every slot also gets the error, whether or not its process waits.
 
         Args:
             host: the host that answered last, or failed first; for an export past its

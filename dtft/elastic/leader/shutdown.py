@@ -181,9 +181,9 @@ class Shutdown:
     def is_storing(self) -> bool:
         """Whether every slot has finished, and an export runs or must not begin yet.
 
-        This ends: an export has a deadline (`CommitCoordinator.silent_export`), and the
-        pause in which an export must not begin, after a failed export, is limited
-        (`StorageHealth`).
+        No export may begin in the pause after a failed export. The result does not stay
+        True for ever: an export has a deadline (`CommitCoordinator.silent_export`), and
+        the pause has a largest length (`StorageHealth`).
         """
         coordinator = self._rendezvous.coordinator
         if coordinator is None or self._last_finished is None:

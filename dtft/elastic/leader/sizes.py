@@ -1,6 +1,6 @@
 """Chooses how many slots the job has when it is formed next.
 
-Excludes a number of slots on which the job could not be restored or trained, until a
+Excludes a number of slots with which the job could not be restored or trained, until a
 user requests that number again. Instead of an excluded number, the job takes a smaller
 number that is allowed, or the number of the newest commit (`choose_slots` in
 `assignment`).
@@ -26,7 +26,7 @@ newest commit, after which this number is excluded."""
 class JobSizes:
     """Chooses the job's number of slots, and keeps the excluded numbers.
 
-    A number is excluded if the job could not be restored or trained on so many slots.
+    A number is excluded if the job could not be restored or trained with this number.
     Used by the leader's event loop.
     """
 

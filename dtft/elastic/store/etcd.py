@@ -79,6 +79,8 @@ watches."""
 def version_warning(version: str) -> str | None:
     """Returns a warning about an unsafe version of etcd; None for a safe version.
 
+    Versions before 3.5.6 can lose their last writes when killed (etcd #13766).
+
     >>> version_warning("3.5.9") is None
     True
     """

@@ -1,10 +1,10 @@
 """A local copy of the keys under a prefix, kept current by a watch on a thread.
 
 After every change the complete copy is reported, with the store's revision. If the
-watch loses history or the store loses data, the keys are listed again. To recognize a
-loss, the newest pairs are compared with the store's each time the watch connects. A
-quiet watch connects every 30 s, and a listing each time would send the records of all
-hosts to every host.
+watch misses changes or the store loses data, the keys are listed again. To detect a
+loss, the newest pairs of the copy are compared with the store's each time the watch
+connects, which a quiet watch does every 30 s. The keys are not listed at each connect,
+because every listing sends the records of all hosts to every host.
 """
 
 import functools
@@ -100,7 +100,11 @@ def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) 
 
 
 def _conditions(copy: Pairs) -> list[Compare]:
-    """Returns conditions that only hold in a store with the newest pairs of `copy`."""
+    """Returns conditions that only hold in a store with the newest pairs of `copy`.
+
+    These are the pairs that were written last; pairs with a large value are left out.
+    Each condition is that the store has the same value for the key.
+    """
     small = (it for it in copy.values() if len(it.value) <= _COMPARED_BYTES)
     newest = heapq.nlargest(_COMPARED, small, key=lambda it: it.mod_revision)
     return [Compare(key=it.key, target="value", value=it.value) for it in newest]

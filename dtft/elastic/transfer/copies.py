@@ -1,7 +1,7 @@
 """The copies that this host keeps for the job, over all its formations.
 
 A formation is one assignment of hosts to the job's slots. An arena is a file in shared
-memory with the copies of one slot's host.
+memory with the copies that a host keeps while it has one slot.
 
 A formation whose layout, slot and failure domains equal those of an arena reuses this
 arena, so copies outlive the trainers. Any other formation gets a new arena. Former
@@ -29,7 +29,7 @@ class Copies:
     """All copies that this host keeps, in one holder for each layout and slot.
 
     A holder is a `ReplicaStore`, with its memory. A layout has the mesh and the arrays
-    of the state. A holder is kept if the host then gets another slot, as long as a
+    of the state. When the host gets another slot, a former holder is kept as long as a
     restore may need its copies.
     """
 

@@ -235,8 +235,9 @@ def _restore(
 ) -> int:
     """Fills and verifies the missing slices of a restore that has begun.
 
-    The other arguments are those of `restore_into`. Returns the number of bytes fetched
-    from peers.
+    `restoring` is this restore; it has the memory of the missing slices. The other
+    arguments are those of `restore_into`. Returns the number of bytes fetched from
+    peers.
 
     Raises:
         FetchFailed: a fetch failed, a copy on this host is corrupt, or a slice was

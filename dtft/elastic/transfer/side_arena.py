@@ -84,8 +84,9 @@ class SideArena:
 class Resharding:
     """Assembles the slices of a step that this host's process requests.
 
-    Emits the event ("assembled", task, answer). The answer has the `step`, its `layout`
-    as JSON, and either `arena` (path of the memory) and `digests`, or `error`.
+    Emits the event ("assembled", task, answer), with the task that was passed to
+    `begin`. The answer has the `step`, its `layout` as JSON, and either `arena` (path
+    of the memory) and `digests`, or `error`.
     """
 
     def __init__(

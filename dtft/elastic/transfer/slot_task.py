@@ -44,7 +44,7 @@ class SlotTask:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt) of the order."""
+        """(generation, attempt) of the order's assignment of slots."""
         return self.order["generation"], self.order["attempt"]
 
     @property

@@ -202,7 +202,8 @@ class Cost:
     """Times of the timed and the untimed steps of a round, measured in one process.
 
     A round is a number of steps with the same shares. The last steps of a round are
-    timed. Timing a step takes extra time (`share`).
+    timed. A timed step takes longer; `share` is the fraction that the timed steps add
+    to the time of a round.
     """
 
     step_s: float | None
@@ -247,8 +248,8 @@ class BalanceLog:
         Args:
             run_directory: directory of `balance.jsonl`.
             epoch: fields that are added to every record: `generation`, the number of
-                the assignment of hosts to slots, and `attempt`, the number of this
-                start of its trainers.
+                the assignment of hosts to slots, and `attempt`, the number of the
+                trainers' start within this assignment.
             names: names of the nodes (replicas).
             leading: whether this process prints and writes; if not, the log does
                 nothing.

@@ -96,8 +96,7 @@ class Balancer:
 
     @property
     def balance(self) -> Balance[Counts]:
-        """The current shares, and the times from which the speeds of replicas are
-        estimated."""
+        """The current shares, and the measured times that determine the next shares."""
         return self._balance
 
     def prepare(self, batch: Arrays) -> None:

@@ -164,16 +164,19 @@ class PlacedStep:
 
     @property
     def transfers(self) -> tuple[NodeTransfer, ...]:
-        """Counts and bytes of arrays that a step sends, by pair of nodes and kind of
-        array."""
+        """Counts and bytes of the arrays that a step sends from node to node.
+
+        There is an entry for each pair of nodes and each kind of array (`Key.kind`),
+        such as `cotangent`.
+        """
         calls = self._feed.gradients.calls.then(self._feed.updating.calls)
         return calls.transfers(self.microbatches)
 
     @property
     def homes(self) -> State:
-        """A tree with the structure of the state, which has a node for each leaf.
+        """A tree like the state, with the number of a node in place of each leaf.
 
-        The entry is the number of the node that stores and updates the leaf.
+        This node stores and updates the leaf.
         """
         return self._layout.homes
 
@@ -264,8 +267,9 @@ class PlacedStep:
     def run_node(
         self, node: int, state: State, batch: Any, exchange: Exchange
     ) -> tuple[State, list[Span]]:
-        """Runs and times one node's tasks of a step, in a process that has only this
-        node.
+        """Runs and times one node's tasks of a step.
+
+        For a process that has only this node; other processes run the other nodes.
 
         Args:
             node: number of the node.

@@ -677,10 +677,10 @@ class _Differentiation:
             node: node of the segment.
 
         Returns:
-            For a parameter, a key of kind `sum`: the node's sum over microbatches,
-            which begins at zero. For another value, a key of kind `partial`: the
-            cotangent that the node's previous backward call for the value wrote; None
-            if the node has no such call.
+            For a parameter, a key whose `kind` is `sum`: the node's sum over
+            microbatches, which begins at zero. For another value, a key whose `kind` is
+            `partial`: the cotangent that the node's previous backward call for the
+            value wrote; None if the node has no such call.
         """
         if number in self._params:
             return Key("sum", number, node)
@@ -697,10 +697,10 @@ class _Differentiation:
             node: node of the segment.
 
         Returns:
-            For a parameter, a key of kind `sum`: the node's sum over microbatches. For
-            another value, a key of kind `cotangent` if this is the node's last backward
-            call for the value, else of kind `partial`, to which the node's next such
-            call adds.
+            For a parameter, a key whose `kind` is `sum`: the node's sum over
+            microbatches. For another value, the `kind` is `cotangent` if this is the
+            node's last backward call for the value. Else it is `partial`: the node's
+            next backward call for the value adds to this array.
         """
         if number in self._params:
             return Key("sum", number, node)

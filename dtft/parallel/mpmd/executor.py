@@ -333,8 +333,7 @@ class StepTimeline:
 
     @property
     def wait_s(self) -> dict[int, float]:
-        """Seconds of the step in which each node ran no task, by node: `step_s` -
-        `busy_s`."""
+        """Seconds in which each node ran no task, by node: `step_s` - `busy_s`."""
         return {node: self.step_s - busy for node, busy in self.busy_s.items()}
 
     @property

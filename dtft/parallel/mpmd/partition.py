@@ -35,8 +35,7 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """Equations (`Unit`) that one node computes without waiting for other nodes in
-    between."""
+    """Equations (`Unit`) that a node computes without waiting for others in between."""
 
     node: int
     units: tuple[Unit, ...]
@@ -70,8 +69,10 @@ class Cut:
     """The program before it was cut."""
 
     def program(self, segment: Segment) -> ClosedJaxpr:
-        """Makes the program of a segment: its arguments are the values that the segment
-        reads, its results the values that it writes."""
+        """Makes a segment's program, from the values it reads to those it writes.
+
+        The values are in the order of `segment.reads` and `segment.writes`.
+        """
         jaxpr = self.whole.replace(
             constvars=(),
             invars=[self.variables[number] for number in segment.reads],
@@ -278,10 +279,11 @@ class _Cutting:
     def _groups(self) -> list[list[int]]:
         """Groups units (equations) into segments, in an order in which they can run.
 
-        A unit is ready when its inputs are computed. Each segment begins with a ready
-        unit: the one with the most changes of node on a path through later units that
-        read its results. The segment then takes all units of the same node that can run
-        without waiting for other nodes. Returns the indices of each segment's units.
+        A unit is ready when its inputs are computed. Each segment begins with the ready
+        unit for which `_changes` is largest: on a path of units that depend on it, work
+        passes most often from node to node. The segment then takes all units of the
+        same node that can run without waiting for other nodes. Returns the indices of
+        each segment's units.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -485,8 +487,11 @@ def check_microbatches(placement: Placement, microbatches: int) -> None:
 
 
 def _words(placement: Placement, node: int) -> tuple[str, ...]:
-    """Returns the keys that a device table may have for a node: the node's name, type,
-    first part of the type, and platforms."""
+    """Returns the keys that a device table may have for a node.
+
+    They are the node's name, its type (`fpga-u280`), the first part of the type
+    (`fpga`), and its platforms.
+    """
     kind = placement.types[node]
     platforms = _platforms(placement, node)
     return (placement.nodes[node], kind, kind.split("-")[0], *platforms)

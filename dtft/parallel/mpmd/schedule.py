@@ -38,12 +38,15 @@ Kind = Literal[
     "update",
     "result",
 ]
-"""Kinds of arrays. `state`: a leaf of the optimizer state. `value`: a value of the
+"""Kinds of arrays. `param`: a parameter. `state`: a leaf of the optimizer state.
+`constant`: a constant of the loss's or the optimizer's program. `value`: a value of the
 loss's program, including the batch. `residual`: a value that a backward call needs from
 the forward call of its segment. `update`: a value of the optimizer's program.
-`partial`: a cotangent to which other calls of the node add. `sum`: a gradient to which
-other microbatches add. `weight`: the weight of a microbatch. `total`: the sum of the
-weights. `result`: a result of the loss, as a mean over the microbatches."""
+`cotangent`: one node's summand of a value's cotangent. `partial`: the same, while other
+calls of the node add to it. `sum`: a gradient to which other microbatches add.
+`gradient`: a parameter's gradient, as a mean over the microbatches. `weight`: the
+weight of a microbatch. `total`: the sum of the weights. `result`: a result of the loss,
+as a mean over the microbatches."""
 
 EACH = -1
 """Placeholder for the microbatch, in calls that are made for each microbatch."""
@@ -132,7 +135,10 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class NodeTransfer:
-    """The arrays of one kind that one node sends to another node in a step."""
+    """The number and bytes of the arrays that a node sends to another node in a step.
+
+    It counts only the arrays of one `kind` (`Key.kind`), such as `cotangent`.
+    """
 
     source: int
     destination: int
@@ -158,7 +164,7 @@ class Calls:
     """Map from an array's key to the array's bytes, for each array that is sent."""
 
     def then(self, more: "Calls") -> "Calls":
-        """Returns these calls, followed by the `end` calls of `more`.
+        """Returns these calls, followed by `more.end`, the last calls of `more`.
 
         Also adds the `num_bytes` (bytes of each array that is sent) of `more`.
         """
@@ -171,7 +177,8 @@ class Calls:
     def transfers(self, num_microbatches: int) -> tuple[NodeTransfer, ...]:
         """Counts the arrays and bytes that a step sends.
 
-        The result has an entry for each pair of nodes and kind of array.
+        The result has an entry for each pair of nodes and each kind of array
+        (`Key.kind`), such as `cotangent`.
         """
         found: dict[tuple[int, int, Kind], list[int]] = {}
         for call in (*self.begin, *self.each, *self.end):
@@ -246,8 +253,10 @@ forward call. `order` uses this factor."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallOrder:
-    """The tasks (calls, each for one microbatch) of a step in order, with expected
-    times."""
+    """The tasks (calls, each for one microbatch) of a step in order, and their starts.
+
+    Calls that are made once in a step are among the tasks.
+    """
 
     by_node: Mapping[int, tuple[Task, ...]]
     """Map from a node to its tasks, in order."""
@@ -258,10 +267,10 @@ class CallOrder:
     """Expected end of the last forward or backward task, in seconds."""
 
     def without(self, calls: Calls) -> "CallOrder":
-        """Returns the order without the tasks of `calls.end`.
+        """Returns the order without the tasks of `calls.end`, made after microbatches.
 
-        For example, without the calls of an optimizer's update a step only computes
-        gradients.
+        For example, if these calls are an optimizer's update, a step by the result only
+        computes gradients.
         """
         return replace(
             self,
@@ -404,8 +413,9 @@ class _Simulation:
         """Returns the time when the call `index` can start for its next microbatch.
 
         The time is in seconds since the step began. Returns None if the call has no
-        next microbatch, or if a call for which it must wait is not yet scheduled: one
-        that makes an input, or one by which an older microbatch leaves the segment.
+        next microbatch, or if a call for which it must wait is not yet scheduled. A
+        call waits for the calls that make its inputs; a forward call also waits for
+        calls of an older microbatch (see `_let_in`).
         """
         part = self._next[index]
         if part == self._parts:
@@ -419,11 +429,12 @@ class _Simulation:
         """Returns the time from which a segment may begin the microbatch `part`.
 
         The time is in seconds since the step began. `index` is the index of the
-        segment's forward call. At most L microbatches may be between the segment's
-        forward and its backward call. For the first L microbatches the time is 0.0. A
-        later microbatch waits for the end of the segment's backward call for microbatch
-        `part` - L. If the segment has no backward call, it waits for the end of all
-        calls of that microbatch. Returns None if this end is not yet scheduled.
+        segment's forward call. At most L microbatches, the segment's limit by
+        `_most_in_flight`, may be between its forward and its backward call. For the
+        first L microbatches the time is 0.0. A later microbatch waits for the end of
+        the segment's backward call for microbatch `part` - L. If the segment has no
+        backward call, it waits for the end of all calls of that microbatch. Returns
+        None if this end is not yet scheduled.
         """
         gone = part - self._most[self._calls[index].segment]
         if gone < 0:

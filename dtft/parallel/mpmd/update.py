@@ -90,8 +90,10 @@ class _Colocated:
         return self if self._same is None else self._same.root()
 
     def join(self, other: "_Colocated") -> None:
-        """Joins this set with `other`; the union has the node of `other`, which may
-        still be unknown."""
+        """Joins this set with `other`; the union has the node of `other`.
+
+        That node may still be unknown.
+        """
         mine, its = self.root(), other.root()
         if mine is not its:
             mine._same = its

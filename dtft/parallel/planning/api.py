@@ -81,17 +81,20 @@ class RunnablePlan(Plan):
         return cls.of(Plan.from_json(text))
 
     def to_json(self) -> str:
-        """Writes the plan, without `decision`, as versioned JSON; equal plans give
-        equal text."""
+        """Writes the plan, without `decision`, as JSON with the format's version.
+
+        Equal plans give equal text.
+        """
         return Plan(**_values(self)).to_json()
 
     def explain(self) -> str:
-        """Explains the plan as text: seconds and bytes by term (such as compute or
-        parameters), collectives, and alternatives.
+        """Explains the plan as text: its seconds, bytes, collectives and alternatives.
 
-        Also gives the cost of the pins (the settings that the user has fixed) and the
-        findings of `lints()`, unless the plan was read from a file. The first call, or
-        the first of `html()`, plans again without each pin; later calls plan nothing.
+        The seconds of a step are listed by cause (compute, collectives and so on), the
+        bytes by use (parameters, activations and so on). Also gives the cost of the
+        pins (the settings that the user has fixed) and the findings of `lints()`,
+        unless the plan was read from a file. The first call, or the first of `html()`,
+        plans again without each pin; later calls plan nothing.
         """
         return wording.text(self.sections())
 
@@ -111,8 +114,10 @@ class RunnablePlan(Plan):
         return (*pin_section(self.decision), lint_section(self.lints()))
 
     def diff(self, other: Plan) -> str:
-        """Compares the plan with another plan: the differences, and their cost or
-        saving, as text.
+        """Compares the plan with another plan, as text.
+
+        The text lists the differences in settings and shardings, and how many seconds
+        and bytes they cost or save.
 
         Raises:
             ValueError: `other` is no plan.
@@ -134,11 +139,11 @@ class RunnablePlan(Plan):
         return why_not(self._decision("why_not"), **pins)
 
     def sensitivity(self) -> str:
-        """Plans again for changed clusters; returns a table of the step times and best
-        plans as text.
+        """Plans again for changed clusters; returns a table of the results as text.
 
-        The changes are faster links, more memory, faster memory, a higher peak of
-        operations a second, and twice and half the number of hosts or devices.
+        For each change the table has the best plan and its step time. The changes are
+        faster links, more memory, faster memory, a higher peak of operations a second,
+        and twice and half the number of hosts or devices.
 
         Raises:
             ValueError: the plan was read from a file.
@@ -146,8 +151,7 @@ class RunnablePlan(Plan):
         return sensitivity(self._decision("sensitivity"))
 
     def lints(self) -> tuple[Lint, ...]:
-        """Finds sizes, arrays and batches for which a small change would save time or
-        memory.
+        """Finds sizes, arrays and batches whose small change would save time or memory.
 
         Raises:
             ValueError: the plan was read from a file.
@@ -378,8 +382,7 @@ def _cluster(cluster: Any) -> Cluster:
 
 
 def _of_this_job(cluster: Cluster) -> bool:
-    """Returns whether this job has several processes, and as many devices as the
-    cluster."""
+    """Whether the job has several processes, and as many devices as the cluster."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return False
     return cluster.num_devices == jax.device_count()

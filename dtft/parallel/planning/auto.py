@@ -94,10 +94,10 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
         devices: devices in mesh order.
 
     Raises:
-        ValueError: no plan fits, the planner does not know the device type, the devices
-            or the hosts are not all alike, the calibration is of other devices, the
-            optimizer communicates between replicas, or the model keeps arrays beside
-            parameters and running statistics.
+        ValueError: no plan fits, the planner does not know the device type, devices are
+            of several types, hosts have different numbers of devices, the calibration
+            is of other devices, the optimizer communicates between replicas, or the
+            model keeps arrays beside parameters and running statistics.
     """
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:

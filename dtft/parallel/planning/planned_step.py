@@ -361,10 +361,10 @@ class PlannedStep:
         return jax.jit(self._begin, out_shardings=self.state_shardings(start))(start)
 
     def place(self, state: State) -> State:
-        """Puts a state, such as a restored checkpoint, on the devices with the plan's
-        shardings.
+        """Puts a state on the devices, with the plan's shardings.
 
-        Leaves that already have the plan's sharding are shared with the result.
+        The state may be a restored checkpoint, for example. Leaves that already have
+        the plan's sharding are shared with the result.
 
         Raises:
             ValueError: a leaf does not fit the plan; the message names its path.
@@ -446,8 +446,9 @@ def make_step(
     accumulated in their own dtype. With several microbatches, aux must consist of
     floating-point means over the batch.
 
-    Rematerialization: the loss is cut into blocks where few bytes cross. The backward
-    pass recomputes results inside a block, as the plan's `remat` says.
+    Rematerialization: the loss is cut into blocks, at points where few bytes pass from
+    one block to the next. The backward pass recomputes results inside a block, as the
+    plan's `remat` says.
 
     ZeRO: level 1 updates each parameter on the devices that hold its optimizer state.
     Level 2 also divides gradients in this way, but no gradient of a vector over `fsdp`.

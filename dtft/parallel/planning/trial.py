@@ -198,12 +198,11 @@ def try_plans(
 
 
 _HELD = ("parameters", "optimizer", "batch")
-"""Terms of `Plan.memory` that a `Runner` also holds between its turns."""
+"""Keys of `Plan.memory` for the bytes that a `Runner` also holds between its turns."""
 
 
 def _fit_together(plans: Sequence[Plan]) -> bool:
-    """Whether the devices can hold the states and batches of all plans while any of the
-    plans runs a step."""
+    """Whether all plans' states and batches fit in memory while one plan is run."""
     held = [sum(plan.memory.get(term, 0) for term in _HELD) for plan in plans]
     in_step = max(
         plan.memory_bytes - own for plan, own in zip(plans, held, strict=True)

@@ -86,7 +86,8 @@ class Verdict:
 class Agreement:
     """Bytes in a step of one kind of collective along the same mesh axes.
 
-    Both the bytes that the plan predicts and the bytes found in the compiled program.
+    `predicted_bytes` are those of the plan; `found_bytes` are those of the compiled
+    program.
     """
 
     kind: str
@@ -125,9 +126,9 @@ def gate(
 
     One estimate is the plan's own. If the plan was compiled, the other estimate is the
     compiler's bytes without the arguments in host memory, plus the share `reserve` of
-    the capacity. For a program
-    compiled for CPU, these are the bytes of arguments and outputs only, because other
-    backends have other temporaries. A plan that failed to compile does not fit.
+    the capacity. For a program compiled for CPU, the compiler's bytes are those of
+    arguments and outputs only, because other backends have other temporaries. A plan
+    that failed to compile does not fit.
 
     Args:
         plan: the plan of the candidate, with its predicted bytes.

@@ -308,8 +308,9 @@ def _along_axes(axes: str, devices: str | None, chosen: str) -> Groups:
 def _part(text: str) -> tuple[str, int, int]:
     """Reads a part of a mesh axis, such as `'x':(2)4`, from the groups of a collective.
 
-    Returns the axis, the product of the sizes of the axis's earlier parts, and the size
-    of the part. The last two are 1 and 0 if the text names a whole axis.
+    XLA may divide an axis into parts. In `'x':(2)4`, a part of axis x has size 4, and
+    the sizes of the parts before it have the product 2. Returns the axis, this product
+    and the size; for a whole axis, such as `'x'`, the product is 1 and the size 0.
 
     Raises:
         ValueError: the text is neither an axis nor a part of one.

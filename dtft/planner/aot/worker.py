@@ -219,8 +219,9 @@ def _listen(
 
 
 def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
-    """Returns a function that makes the devices to compile for, and '' or an error.
+    """Returns a function that makes the devices to compile for, and an error text.
 
+    The text is '' if the devices can be made; otherwise the function returns [].
     Fake GPUs are made once. CPU devices have threads, so each fork makes new ones.
     """
     import jax

@@ -843,9 +843,9 @@ def unknown(
     """Raises a ValueError that says that a name is not in the catalog.
 
     The message lists the known names, and suggests the most similar of the names `near`
-    if there is one. For a word such as `tpu`, it suggests all devices that it stands
-    for. If the unknown name tells its platform, such as `cuda`, names of
-    another platform are not suggested.
+    if there is one. If the unknown name is a word for many devices, such as `tpu`, the
+    message suggests all of these devices. If the unknown name tells its platform, such
+    as `cuda`, names of another platform are not suggested.
 
     Args:
         what: what the name is of, such as `link`.

@@ -25,7 +25,11 @@ prediction; all terms but `collectives` have the error of `compute`. Derived, li
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Origin, relative errors and correction factors of a prediction's figures."""
+    """Relative errors of predicted step times, and factors fitted to past runs.
+
+    A step time is predicted as a sum. A term is a part of this sum, such as the seconds
+    of `compute` or of `collectives` (`Prediction.terms`).
+    """
 
     source: str = "catalog (uncalibrated)"
     """Origin of the figures, in one line."""
@@ -154,7 +158,7 @@ class Efficiency:
     misaligned: float = 1.0
     """Speed of a matmul with unaligned rows, relative to a matmul with aligned rows."""
     overlap_kappa: float = 1.1
-    """Factor on the time of computation that runs beside a collective."""
+    """Factor on the time of computation that runs during a collective."""
     overlap_fraction: float = 1.0
     """Share of the computation that collectives can overlap; 0 means no overlap."""
 
@@ -262,9 +266,9 @@ class DeviceType:
 
         The peak is that of the dtype that `computed_in` returns, divided by the number
         of passes; all formats of float8 share one peak, and so do those of float4. If
-        `peak_flops` lacks this dtype, the first listed dtype in `_SUBSTITUTES` is used:
-        XLA computes in it, or it is no faster. If none of these is listed, the slowest
-        listed peak is used.
+        `peak_flops` lacks this dtype, the peak is that of another dtype: of the first
+        of the dtype's `_SUBSTITUTES` that `peak_flops` has, else of its slowest dtype.
+        A substitute is a dtype in which XLA computes, or one that is no faster.
 
         Args:
             dtype: dtype of the operands.
@@ -321,7 +325,7 @@ class DeviceType:
         """Returns the dtype that a matmul is computed in, and the number of passes.
 
         `dtype` is that of the operands, and each pass is a matmul of the returned
-        dtype. Convolutions are computed alike. JAX's levels of `precision` matter for
+        dtype. The same holds for convolutions. JAX's levels of `precision` matter for
         float32 only (`jax.lax.Precision`). On a GPU with TensorFloat-32, all levels but
         `highest` use TensorFloat-32. On TPU, `high` takes 3 and `highest` 6 passes in
         bfloat16. The default level on TPU is returned as one pass in float32, because

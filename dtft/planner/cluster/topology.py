@@ -382,8 +382,8 @@ def _hosts(
         of_hosts: whether a lone number counts hosts; otherwise it counts devices.
 
     Raises:
-        ValueError: there are more than two sizes, or a lone number of devices is above
-            the number of a host in the catalog and no multiple of it.
+        ValueError: there are more than two sizes, or a lone number of devices does not
+            fill hosts of the catalog's size.
     """
     if len(sizes) > 2:
         raise ValueError(

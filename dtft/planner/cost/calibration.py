@@ -40,7 +40,8 @@ class Calibration:
     """Measurements of `dtft calibrate` for one device type in one fabric.
 
     A calibration is valid only for its own cluster: fitted figures that rank plans well
-    on one cluster may rank plans badly on another.
+    on one cluster may rank plans badly on another. A term, such as `compute`, is a part
+    of the sum that predicts a step's time (`Prediction.terms`).
     """
 
     device: str
@@ -61,7 +62,7 @@ class Calibration:
     error."""
     residuals: Mapping[str, float] = field(default_factory=dict)
     """Map from the name of a fit (`matmul`, `memory`, ...) to its median relative
-    error."""
+    error. Also has the key `LEFT_OUT`, if there are past runs."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """Level 2: map from a term of a prediction, such as `compute`, to its factor fitted
     to past runs."""
@@ -283,7 +284,7 @@ class PastRun:
     plan: str
     """Hash of the plan, or its description."""
     terms: Mapping[str, float]
-    """Predicted seconds by term, without `Calibration.scales`."""
+    """Predicted seconds by term (`Prediction.terms`), without `Calibration.scales`."""
     step_s: float
     """Measured seconds of a step, the median of the run."""
 
@@ -321,8 +322,9 @@ def of_cluster(runs: Iterable[PastRun], calibration: Calibration) -> list[PastRu
 def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
     """Fits one factor per term of predictions, such as `compute`, to measured steps.
 
-    A term that is 0 s in all runs keeps the factor 1. A term that no run has gets no
-    factor. The fewer the runs, the nearer the factors are to 1.
+    A term is a part of the sum that predicts a step's time (`PastRun.terms`). A term
+    that is 0 s in all runs keeps the factor 1. A term that no run has gets no factor.
+    The fewer the runs, the nearer the factors are to 1.
 
     Raises:
         ValueError: `runs` is empty, or a measured step time is not above 0.
@@ -372,7 +374,8 @@ def left_out_error(runs: Sequence[PastRun]) -> float:
 def learn(calibration: Calibration, runs: Iterable[PastRun]) -> Calibration:
     """Adds factors fitted to past runs, one per term of predictions (level 2).
 
-    Only runs with the calibration's device type, fabric and software count. Returns the
+    A term, such as `compute`, is a part of the sum that predicts a step's time. Only
+    runs with the calibration's device type, fabric and software count. Returns the
     calibration unchanged if there are none.
 
     Raises:

@@ -311,10 +311,9 @@ def added_s(
         efficiency: the overlapped share and the slowdown of computation by overlap.
         collective_s: seconds of the collectives alone.
         compute_s: seconds of the independent computation alone.
-        order: pairs (t, c), such as those of `ir.find_read_order`. For each pair, a
-            share of at least c of the collectives can hide only behind one part of the
-            computation, whose share of it is t. By default, any computation can hide
-            any collective.
+        order: pairs (t, c), such as those of `ir.find_read_order`. For each pair, only
+            the share t of the computation can hide the share c of the collectives; both
+            are 0 to 1. By default, any computation can hide any collective.
 
     In the examples, computation that hides a collective becomes slower by a quarter.
     All 2 s of collectives are hidden, which adds 0.5 s. Of 9 s, 8 s are hidden, so 1 s

@@ -253,7 +253,7 @@ def fit_elements(
     """Fits `simple_s` and `special_s` of `Efficiency` to measured times.
 
     These are the seconds of one element-wise operation, and the extra seconds of an exp
-    or similar function. The fit has no term for the bytes that the operations move.
+    or similar function. The time to move the bytes of the operations is not modelled.
     """
     simple, special = np.array([(t.simple, t.special) for t in times], float).T
     found = fit(

@@ -1,4 +1,8 @@
-"""Places mesh axes on the levels of a pool, and selects the axis orders to price."""
+"""Places mesh axes on the levels of a pool, and drops orders that are not faster.
+
+An axis order says which mesh axis varies slowest over the devices, which next, and so
+on. `undominated_orders` keeps the orders that may be the fastest.
+"""
 
 import itertools
 import math
@@ -83,8 +87,9 @@ def group_of(
         axes: the mesh axes of the collective; an axis of size 1 adds nothing.
 
     Returns:
-        The group. If the groups of the mesh differ, the group with the most parts on
-        the outermost level; if these are equal, on the next level, and so on.
+        The group. If the groups along the axes differ, returns the group whose
+        `DeviceGroup.sizes` has the largest number at the outermost level; if these are
+        equal, at the next level, and so on.
 
     Raises:
         ValueError: the mesh lacks an axis, or is larger than the pool.
@@ -307,13 +312,13 @@ def undominated_orders(
     levels: Sequence[int],
     before: Sequence[str] = (),
 ) -> Orders:
-    """Finds for each mesh the axis orders that are worth pricing.
+    """Finds for each mesh the axis orders that may be the fastest.
 
     These are the orders that no other order dominates. An order dominates another order
     if no axis has a smaller extent (`extents`) at any level and at least one axis has a
     larger extent. Of orders with equal extents, only the first in lexicographic order
-    is kept (by the axes' positions in `axes`). Dropping dominated orders keeps the
-    lowest price, for prices that depend on the extents alone and never fall as an
+    is kept (by the axes' positions in `axes`). A dropped order is no faster than some
+    order that is kept, if the seconds depend on the extents alone and never fall as an
     extent shrinks.
 
     Args:

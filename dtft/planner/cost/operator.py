@@ -129,10 +129,10 @@ def computing_s(
         cold: whether the operator's bytes were not used recently, as the state in an
             optimizer update.
         moved: bytes that kernels move for the operator, per byte of its operands and
-            results (`OpGroup.moved`). On CPU this is used only for cheap operators that
-            are `cold`. Other cheap operators on CPU move the share `Efficiency.fuse` of
-            the bytes of their operands and results, and all other operators move all of
-            these bytes.
+            results (`OpGroup.moved`). On CPU this is used only for operators that XLA
+            fuses (`CHEAP`, such as elementwise ones) and only if `cold`. If not `cold`,
+            these operators move on CPU the share `Efficiency.fuse` of the bytes of
+            their operands and results. All other operators on CPU move all these bytes.
     """
     operator = work.operator
     on_cpu = device.platform == "cpu"

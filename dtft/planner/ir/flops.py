@@ -156,10 +156,11 @@ def register_kernel(
 ) -> None:
     """Registers the operation count of a kernel that XLA does not make.
 
-    The planner prices a registered kernel by its operations at the speed of large
-    matmuls of its first operand's dtype, or by the bytes of its operands and results,
-    whichever takes longer. A kernel that is neither registered nor has a
-    `cost_estimate` is priced by its bytes alone, and `plan.lints()` says so.
+    The planner predicts the time of a registered kernel as the longer of two times: its
+    operations at the speed of large matmuls of its first operand's dtype, and the
+    transfer of the bytes of its operands and results. For a kernel that is neither
+    registered nor has a `cost_estimate`, only the bytes count, and `plan.lints()` says
+    so.
 
     Arrays of a kernel may be divided along dims that operands and results have in
     common, unless `jax.shard_map` is around the kernel. Without `dims`, these are dims
@@ -178,8 +179,8 @@ def register_kernel(
             NVIDIA's Ampere GPUs, on newer GPUs too. FlashAttention 1 and 2 do. Such a
             kernel reaches the share `Efficiency.mma_sync` of the speed of matmuls.
         platforms: platforms on whose devices the kernel runs: `cpu`, `cuda`, `rocm`,
-            `tpu`; `()` if it runs on all or this is unknown. On other devices it is
-            priced all the same, and `plan.lints()` says that it does not run there.
+            `tpu`; `()` if it runs on all or this is unknown. Its time is predicted for
+            other devices too, and `plan.lints()` says that it does not run there.
         needs_dtype: a dtype that devices must have a peak for to run the kernel, such
             as `bfloat16` for kernels of NVIDIA's GPUs since Ampere; '' for none.
 
@@ -338,8 +339,9 @@ def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
     """Counts the operations of a ragged matmul as those of a matmul without groups.
 
     The number of groups does not matter, because each row is multiplied by the matrix
-    of its own group only. On platforms where XLA multiplies each row by the matrices of
-    all groups (`ir.ragged`), the planner's price includes the additional operations.
+    of its own group only. On platforms other than TPU, XLA multiplies each row by the
+    matrices of all groups (`ir.ragged`). This count leaves out these operations;
+    `cost.computing_s` includes their time.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers

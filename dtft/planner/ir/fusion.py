@@ -1,15 +1,15 @@
 """Fusion: the bytes that the kernels of a GPU or TPU read and write in device memory.
 
-XLA fuses cheap operators into kernels. A kernel reads arrays from memory, computes the
-operators between, and writes one array. The rules that decide which arrays are in
-memory were read from programs that XLA's GPU compiler had compiled
-(`experiments/fused_bytes.py`), and are assumed for TPUs. No number is fitted. The rules
-are:
+XLA fuses operators that take little time to compute (`CHEAP`, such as elementwise ones)
+into kernels. A kernel reads arrays from memory, computes the operators between, and
+writes one array. The rules that decide which arrays are in memory were read from
+programs that XLA's GPU compiler had compiled (`experiments/fused_bytes.py`), and are
+assumed for TPUs. No number is fitted. The rules are:
 
-* Operands and results of products (matmuls, convolutions and custom kernels), results
-  of reductions and other costly operators, arrays that loops slice, stack or carry, and
-  results of the program are in memory. All other arrays are computed again by each
-  kernel that needs them.
+* Operands and results of operators that are not `CHEAP`, such as products (matmuls,
+  convolutions and custom kernels), arrays that loops slice, stack or carry, and results
+  of the program are in memory. Operands of reductions and gathers need not be. All
+  other arrays are computed again by each kernel that needs them.
 * An array that only casts read is written in the dtype of the casts.
 * An array that several kernels need is computed once and written, if this moves fewer
   bytes than computing it in each kernel from other arrays in memory.
@@ -142,7 +142,8 @@ def relabelled(operator: Operator, index: int) -> int:
     this is the operand at the result's position, else the first operand.
 
     Args:
-        operator: an operator of `RELABELS`, or a reduction of dims of size 1.
+        operator: a reshape, transpose or similar operator (`RELABELS`), or a reduction
+            of dims of size 1.
         index: the number of the result's array.
     """
     if len(operator.inputs) == len(operator.outputs):
@@ -211,10 +212,11 @@ class _Fusion:
         return defaultdict(int, {index: len(some) for index, some in found.items()})
 
     def _is_recomputed(self, index: int, consumers: int) -> bool:
-        """Whether each kernel that needs an array computes it from arrays in memory.
+        """Whether an array is computed by each kernel that needs it, not written once.
 
-        False if it moves fewer bytes to write the array to memory once, and to read it
-        in each of these kernels. True for arrays that are in memory in any case.
+        True if fewer than two kernels need the array, or if it moves no fewer bytes to
+        write the array to memory once and read it in each kernel. Also true, without
+        meaning, for an array that is in memory in any case.
 
         Args:
             index: the number of the array.
@@ -395,7 +397,8 @@ class _Fusion:
         (`Kernel.rows`) and returns True.
 
         Args:
-            kernel: the kernel of the reduction; False for any other kernel.
+            kernel: the kernel of the reduction. For any other kernel, the result is
+                False.
             readers: the kernels that read the result.
         """
         operator = self.graph.operators[kernel.number]

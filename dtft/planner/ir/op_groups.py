@@ -62,11 +62,11 @@ def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
 
 
 def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
-    """Whether an operator sums, and neither forward nor backward pass needs the sums.
+    """Whether only the update, or nothing, needs the sums of an operator.
 
-    The forward or backward pass needs the sums if one of its matmuls or other costly
-    operators reads the sums or values computed from them. Otherwise only the update
-    needs them, or nothing.
+    False for an operator that sums over no dims. The forward or backward pass needs the
+    sums if one of its operators that wait for their operands (`_waits`), such as a
+    matmul, reads the sums or values computed from them.
 
     Args:
         operator: the operator.
@@ -346,7 +346,10 @@ def _readers(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpGroup:
-    """A group of operators of equal cost, or of cheap operators over the same dims."""
+    """A group of operators of equal cost, or of fusible ones over the same dims.
+
+    Fusible operators are those that XLA fuses (`CHEAP`, such as elementwise ones).
+    """
 
     operator: Operator
     """A representative of the group."""
@@ -356,8 +359,8 @@ class OpGroup:
     region: str
     """The part of the step: forward, backward or update."""
     last: bool = False
-    """Whether the group sums over dims, and only the update needs the sums, or nothing:
-    no matmul or other costly operator of the forward and backward pass does."""
+    """Whether the group sums over dims, and only the update, or nothing, needs the sums
+    (`nobody_waits`)."""
     copies: bool = False
     """Whether the group represents copies that loops make of slices of stacked arrays;
     `loop_copies` finds them."""
@@ -399,18 +402,19 @@ def region(operator: Operator) -> str:
 def group_operators(
     graph: Graph, alias: Mapping[int, int], *, fuses: bool = True
 ) -> tuple[OpGroup, ...]:
-    """Groups the operators of a program, so that each group is priced once.
+    """Groups the operators of a program; the cost is computed once for each group.
 
-    Returns first the groups of equal operators, then the groups of cheap operators
-    over the same dims, then the groups of loop copies.
+    Returns first the groups of equal operators, then the groups of operators that XLA
+    fuses (`CHEAP`, such as elementwise ones) over the same dims, then the groups of
+    loop copies. Leaves out operators that do not run or whose results nothing needs.
 
     Args:
         graph: the program.
         alias: if layers repeat, map from a dim of any layer to the dim at the same
             position that stands for all equal layers. A dim that is not in the map
             stands for itself.
-        fuses: whether a compiler fuses cheap operators into kernels. Otherwise each
-            operator is a kernel, and loops copy nothing.
+        fuses: whether a compiler fuses operators into kernels. Otherwise each operator
+            is a kernel, and loops copy nothing.
     """
     across = transposed_reads(graph)
     times: Counter[object] = Counter()
@@ -492,8 +496,9 @@ def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
 def _waits(operator: Operator) -> bool:
     """Whether an operator makes the forward or backward pass wait for its operands.
 
-    False for operators of the update, for cheap operators and for reductions, such as
-    the second of two sums in the gradient of a bias.
+    False for operators of the update, for operators that XLA fuses (`CHEAP`, such as
+    elementwise ones), and for reductions, such as the second of two sums in the
+    gradient of a bias.
     """
     passing = (*CHEAP, "reduction")
     return operator.kind not in passing and region(operator) != "update"
@@ -502,12 +507,13 @@ def _waits(operator: Operator) -> bool:
 def _moved(
     graph: Graph, operators: list[Operator], readers: Mapping[int, int]
 ) -> float:
-    """Returns the bytes that cheap operators over the same dims read and write.
+    """Returns the bytes that fusible operators over the same dims read and write.
 
-    In the optimizer's update, the operators are one fused kernel: only values that
-    enter or leave the kernel count. The operators in the body of each loop of the
-    program are a kernel of their own, which runs in every iteration. In the forward and
-    the backward pass, all operands and results of each operator count; the factor
+    Fusible operators are those that XLA fuses (`CHEAP`, such as elementwise ones). In
+    the optimizer's update, the operators are one fused kernel: only values that enter
+    or leave the kernel count. The operators in the body of each loop of the program are
+    a kernel of their own, which runs in every iteration. In the forward and the
+    backward pass, all operands and results of each operator count; the factor
     `OpGroup.moved` (on CPU `Efficiency.fuse`) then leaves out the bytes that fusion
     saves. `readers` has the number of readers of each value (`_num_readers`).
     """

@@ -24,8 +24,10 @@ def same_dims(program: Graph, graph: Graph) -> dict[int, int]:
     """Maps dims of a loss's program to the equal dims of a step's program.
 
     Dims of arguments are matched by path. Other dims are matched through operators with
-    the same primitive and shapes in the same order. Cheap operators are left out,
-    because their derivatives have rules of their own.
+    the same primitive and shapes in the same order. Operators that XLA fuses (`CHEAP`,
+    such as elementwise ones) are left out: differentiation adds and replaces such
+    operators, so those of the loss and of the step do not match. A dim without a match
+    is not in the map.
 
     Args:
         program: the program of the loss alone.

@@ -72,7 +72,7 @@ class Step:
 
 
 class Drafts:
-    """The values, operators, loops and dims of a graph, collected during the walk."""
+    """The values, operators, loops and dims of a graph, collected from the jaxpr."""
 
     def __init__(self) -> None:
         self.dims = Dims()

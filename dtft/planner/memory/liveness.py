@@ -36,7 +36,8 @@ _EXPANDED = ("erfc",)
 XLA computes them once, so their operand and result have buffers.
 """
 _READS_FUSED = (*CHEAP, "reduction")
-"""Kinds of operators into which XLA fuses cheap operators that make their operands."""
+"""Kinds of operators into which XLA fuses the operators that compute their operands, if
+these are `CHEAP`, such as elementwise ones."""
 
 
 class InMemory:
@@ -320,8 +321,8 @@ def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
 def _is_transposed(memory: InMemory, index: int) -> bool:
     """Returns whether a value is computed from a matmul's result by a transpose.
 
-    Other cheap operators (`CHEAP`, such as elementwise ones) may lie between the matmul
-    and the value, too.
+    Other operators that XLA fuses (`CHEAP`, such as elementwise ones) may lie between
+    the matmul and the value, too.
 
     Args:
         memory: the values of the program that have buffers.
@@ -402,6 +403,8 @@ def follow(graph: Graph, *, keeps_all: bool = False) -> Lifetimes:
 
 
 class _Walk:
+    """Lists the memory events of a program: goes through its operators and loops."""
+
     def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
         self.graph, self.memory = graph, InMemory(graph, keeps_all=keeps_all)
         self._keeps_all = keeps_all
@@ -534,7 +537,11 @@ class _Walk:
                 yield Event(value=value, kind="free")
 
     def _without_operators(self, number: int, going: _Going) -> Iterable[Event]:
-        """Yields the events of the loops without operators before operator `number`."""
+        """Yields the events of the loops without operators before operator `number`.
+
+        `going` maps an operator to the values that are freed after it. Adds the values
+        of these loops to `going`.
+        """
         for loop in self._empty.pop(number, ()):
             yield from self._loop((), loop, number, going)
 
@@ -594,12 +601,12 @@ class _Walk:
     ) -> tuple[int | None, tuple[int, ...]]:
         """Finds the operand whose buffer the result of an operator reuses.
 
-        A scatter reuses the buffer of its first operand. A cheap operator (`CHEAP`,
-        such as an elementwise one) reuses the buffer of a value of equal size that it
-        reads. Both do so only if nothing reads the value later. Other operators reuse
-        no buffer.
+        A scatter reuses the buffer of its first operand. An operator that XLA fuses
+        (`CHEAP`, such as an elementwise one) reuses the buffer of a value of equal size
+        that it reads. Both do so only if nothing reads the value later. Other operators
+        reuse no buffer.
 
-        A cheap operator that reads a sum over rows, as in a softmax or its gradient, is
+        A fused operator that reads a sum over rows, as in a softmax or its gradient, is
         part of a kernel that works row by row, and reuses no buffer. There are two
         exceptions. In the backward pass of a step whose forward pass saves all values
         that it reads (`keeps_all`), such an operator reuses a buffer. An operator that

@@ -43,8 +43,8 @@ def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
 def decisions(plan: Plan, other: Plan) -> Section:
     """Tabulates what the plans decide differently: mesh and settings such as `zero`.
 
-    Also has the entry (`step=` or `loss=`), the cluster and the model, where they
-    differ.
+    Also has rows for the cluster, the model, and the argument that `dtft.plan` got
+    (`step=` or `loss=`). Rows in which the plans agree are left out.
     """
     ours, theirs = _decided(plan), _decided(other)
     rows = tuple(
@@ -70,7 +70,8 @@ def _decided(plan: Plan) -> dict[str, str]:
 def shardings(plan: Plan, other: Plan) -> Section:
     """Tabulates the arrays that the plans divide by different mesh axes.
 
-    Arrays of several layers share a row if both plans divide them alike.
+    Arrays at the same path of several layers share a row if `plan` divides all of them
+    by the same axes, and `other` does so too.
     """
     found: Counter[tuple[str, str, str]] = Counter()
     for tree in _ARRAYS:
@@ -122,7 +123,7 @@ def terms(plan: Plan, other: Plan) -> Section:
 
 
 def _error(plan: Plan, other: Plan) -> float:
-    """Returns the larger relative error of both plans' predicted seconds."""
+    """Returns the larger of both plans' relative errors of the predicted seconds."""
     return max(one.prediction.relative_error for one in (plan, other))
 
 

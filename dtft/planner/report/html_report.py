@@ -197,8 +197,8 @@ def report_html(
     Args:
         plan: the plan to report.
         decision: the decision that selected the plan. Without a decision (a plan from a
-            file), the report lacks the memory terms of alternatives and the shapes of
-            arrays.
+            file), the report lacks the shapes of arrays, and of alternatives the bytes
+            by term, such as parameters.
         checked: sections after the memory, such as the compiler's check of the plan.
         planned_again: sections at the end, for which the caller planned again: the
             costs of pins (settings that the user has fixed) and the lints.
@@ -227,7 +227,7 @@ def report_html(
 def report_text(sections: Iterable[Section], console: Console | None = None) -> None:
     """Prints sections on a terminal, each as a table with its notes below.
 
-    A section without rows is printed as lines.
+    Of a section without rows, prints the title and the notes as lines.
     """
     console = console or Console()
     for section in sections:

@@ -333,7 +333,8 @@ def _works(
 ) -> Iterable[tuple[OpGroup, OperatorWork, dict[str, Any]]]:
     """Yields each group of operators, its work on one device, and the axis sizes.
 
-    The work is that under the selected plan. The sizes include `MICRO`, the number of
+    A group has operators of equal cost, or operators that XLA fuses (`OpGroup`). The
+    work is that under the selected plan. The sizes include `MICRO`, the number of
     microbatches.
     """
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
@@ -466,7 +467,10 @@ def ragged(decision: Decision) -> tuple[Lint, ...]:
 
 
 def kernels(decision: Decision) -> tuple[Lint, ...]:
-    """Finds custom kernels that do not run on the devices that they are priced on."""
+    """Finds custom kernels that do not run on the devices that the plan is for.
+
+    The planner predicts their seconds as if they ran on these devices.
+    """
     question, device = decision.question, decision.cluster.uniform.device
     names = dict.fromkeys(group.operator.primitive for group in question.groups)
     rules = dict.fromkeys(RUNS_ON[name] for name in names if not _runs(name, device))
@@ -529,7 +533,8 @@ def precision(decision: Decision) -> tuple[Lint, ...]:
 def unpriced(decision: Decision) -> tuple[Lint, ...]:
     """Finds operators without a cost rule, and while loops of unknown trip count.
 
-    The planner prices these operators by their bytes, and these loops as one iteration.
+    The planner computes the seconds of these operators from their bytes alone, and
+    counts one iteration of these loops.
     The finding with the most bytes is first.
     """
     unknown = decision.question.graph.unknown
@@ -587,9 +592,9 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
     """Describes dims of large matmuls and convolutions that `parts` does not divide.
 
     There is one text per dim, with the reason; the dim with the most flops is first.
-    Dims of examples and positions are left out, because other axes divide them. Dims of
-    at most `parts` elements, dims that a loop slices, and dims with less than `_SHARE`
-    of the flops are left out, too.
+    Dims that index examples or positions (of tokens) are left out, because other axes
+    divide them. Dims of at most `parts` elements, dims that a loop slices, and dims
+    with less than `_SHARE` of the flops are left out, too.
 
     Args:
         question: the workload.
@@ -726,7 +731,7 @@ def batch(decision: Decision) -> tuple[Lint, ...]:
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
-    """Finds mesh axes that divide no array or little work.
+    """Finds mesh axes that divide no array, or less than half of the work.
 
     The devices along such an axis repeat the same work.
     """

@@ -151,9 +151,12 @@ def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
     """Finds the best plan with other pins (settings that are fixed).
 
     The pins replace the decision's pins of the same names. If no plan fits, the result
-    is the one that needs the least memory. Meshes of fewer devices are searched if no
-    mesh of all devices has the pins, and where `best_of` with `fewer="if faster"`
-    searches them.
+    is the one that needs the least memory.
+
+    First searches the meshes of all devices, and those of fewer devices if the best
+    plan fits but has devices that repeat the work of others (`best_of` with
+    `fewer="if faster"`). If no mesh of this search has the pins, searches other
+    meshes of fewer devices too (`fewer="always"`).
 
     Raises:
         ValueError: no mesh has the pins; or only meshes of fewer devices have them, and

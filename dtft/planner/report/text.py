@@ -1,6 +1,8 @@
 """Explains a plan: seconds and bytes by term, mesh, collectives, and alternatives.
 
-Every number comes from the plan, so a plan from a file can be explained too.
+A term is a part of the seconds of a step (such as compute) or of the bytes on a device
+(such as parameters). Every number comes from the plan, so a plan from a file can be
+explained too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -223,9 +225,9 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def knobs_text(knobs: Knobs) -> str:
-    """Lists the values of a plan's settings beside the mesh, in one line.
+    """Lists the values of a plan's knobs (settings other than the mesh), in one line.
 
-    Settings other than microbatches, remat and zero are left out if they are at their
+    Knobs other than microbatches, remat and zero are left out if they are at their
     default.
 
     >>> knobs_text(Knobs(microbatches=4, zero=1))

@@ -1,7 +1,8 @@
 """Selects the plan for a workload and a cluster, and keeps the priced candidates.
 
-Prices rematerialization and offload only where they may help. If no plan fits,
-suggests changes after which a plan fits.
+To price a candidate is to predict its seconds per step and its bytes on a device.
+Candidates with rematerialization or offload are priced only where these may help. If
+no plan fits in memory, the error suggests changes after which a plan fits.
 """
 
 import math
@@ -108,8 +109,8 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 
     The changes are: leaving out one pin (a setting that the user has fixed); searching
     also settings that cannot be run here; taking more devices, without the pins that
-    are numbers or flags. Of the larger numbers of devices, only the smallest with a
-    plan that fits is yielded.
+    are numbers or flags (such as `tensor`), but with the others (such as `remat`). Of
+    the larger numbers of devices, only the smallest with a plan that fits is yielded.
 
     Args:
         cluster: the cluster on which no plan fits.
@@ -296,7 +297,9 @@ def best_of(
         what_if: searches settings that cannot be run too; see `decide`.
         batch: the batch that meshes must divide, if not the batch of the workload.
             Prices are those of the workload's own batch in either case.
-        fewer: when meshes of fewer devices than all are searched (`Fewer`).
+        fewer: when meshes of fewer devices than all are searched: "never",
+            "if faster" (if devices of the best plan repeat the work of others) or
+            "always". `Fewer` has the details.
 
     Raises:
         ValueError: the devices are not equal, JAX does not run on them, the pins cannot
@@ -405,7 +408,10 @@ def next_best(decision: Decision, num: int) -> tuple[Decision, ...]:
 def _written(
     found: Mapping[Remat, RematVariant], one: RematVariant, at: int, cluster: Cluster
 ) -> Plan:
-    """Writes the plan of a candidate, and marks it as not `runnable` if it is not.
+    """Writes the plan of a candidate.
+
+    Marks the plan as not `runnable` if its mesh or knobs cannot be run with its `step=`
+    or `loss=` on the backend of the cluster's devices (`unsupported`).
 
     Args:
         found: the candidates of all priced remat policies, for `Plan.left_out`.
@@ -487,9 +493,10 @@ def _first(one: RematVariant) -> tuple[bool, bool, float]:
 def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
     """Returns the sort key of a candidate; the best candidate has the smallest key.
 
-    Candidates that fit in memory are first, by `Priced.worth_s`. Candidates that do not
-    fit follow, by bytes on a device. Among these, candidates with idle devices (devices
-    that repeat the work of others) are last.
+    Candidates that fit in memory are first, ordered by the seconds of a step; for a
+    candidate with idle devices (devices that repeat the work of others), the seconds
+    are multiplied by `IDLE`. Candidates that do not fit follow, ordered by bytes on a
+    device. Of these, candidates with idle devices are last.
 
     Args:
         one: the remat policy of the candidate.
@@ -563,7 +570,8 @@ def _priced(
 
     Stops as soon as another policy cannot save memory that a better plan needs
     (`_worth`), unless it may also save time (`_prices_all`). Prices only the candidates
-    with the smallest batch, which is rounded up least. Returns {} if `space` is empty.
+    with the smallest batch: the requested batch, or if no mesh divides it, the batch
+    that is rounded up least. Returns {} if `space` is empty.
     """
     if not len(space):
         return {}

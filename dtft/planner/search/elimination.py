@@ -48,10 +48,11 @@ def elimination_order(
 
     Returns None if the tables that elimination in this order creates exceed a limit.
 
-    The order is greedy: next is the variable whose elimination adds the fewest edges
-    (fill). Edges join variables that share a table. Of variables with equal fill above
-    0, the one with the smallest table is next. Of variables that are still equal, the
-    one with the highest number is next. On a tree whose parents have lower numbers than
+    The order is greedy. Edges join variables that share a table. Next is the variable
+    whose elimination adds the fewest edges. If several variables add equally many
+    edges, but at least one, next is the one whose elimination creates the smallest
+    table. If several variables add no edge, or also create equally large tables, next
+    is the one with the highest number. On a tree whose parents have lower numbers than
     their children, such as a chain that is numbered from end to end, the order is the
     reverse of the numbers.
 

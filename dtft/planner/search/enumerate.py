@@ -178,7 +178,7 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
     Returns:
         The candidates. Empty if there is no baseline and no candidate has room, or if
         nothing is pinned and the choices allow no candidate. `Space.reasons` has the
-        number of candidates that each rule left.
+        number of candidates that remained after each rule.
 
     Raises:
         ValueError: the name or value of a pin is never allowed (`check_pins`), or the
@@ -240,7 +240,7 @@ def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
 
 
 def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Reason]]:
-    """Enumerates meshes, and records how many meshes each rule left.
+    """Enumerates meshes, and records how many meshes remain after each rule.
 
     Returns the meshes and the records.
     """
@@ -293,8 +293,8 @@ def _with_zero(
     """Combines meshes with ZeRO levels, or with the level that the user has fixed.
 
     A mesh whose axis `fsdp` has size one has level 0, any other mesh the levels above
-    0. Returns the meshes, the level of each (int [meshes]), and how many meshes are
-    left.
+    0. Returns the meshes, the level of each (int [meshes]), and how many meshes
+    remain.
     """
     zeros = _left(sorted(choices.zero), pins.get("zero"))
     fsdp = meshes.sizes[:, AXES.index("fsdp")]

@@ -76,18 +76,20 @@ class Alike:
 
 
 class Resting:
-    """Bytes of state and batch, and the gathers of parameters, for many points.
+    """Computes bytes of state and batch, and seconds and bytes of parameter gathers.
 
-    A point is a mesh and a number of microbatches. State is parameters and optimizer
-    state. Between its uses in a step, ZeRO may divide an array by one more axis than
-    during a use.
+    Each result has a number for each of many points; a point is a mesh and a number of
+    microbatches. State is parameters and optimizer state. Between its uses in a step
+    (at rest), ZeRO may divide an array by one more axis than during a use. A gather
+    undoes this for a use.
     """
 
     def __init__(self, prices: Prices) -> None:
-        """Keeps the prices; bytes and seconds are computed when first needed.
+        """Computes nothing yet; bytes and seconds are computed when first needed.
 
         Args:
-            prices: prices of the workload's operators; its columns have the points.
+            prices: computes the seconds of the workload's operators and collectives;
+                `prices.columns` has the points.
         """
         self.prices = prices
         self._question: Workload = prices.question
@@ -339,7 +341,10 @@ class Resting:
 def offloaded(
     priced: Priced, resting: Resting, link: Link, on_stages: OnStages | None = None
 ) -> Priced:
-    """Prices candidates again, with their optimizer state moved to host memory.
+    """Returns candidates with their optimizer state moved to host memory.
+
+    Recomputes their bytes on the device, their bytes in host memory, and the seconds
+    that the copies between host and device add to a step.
 
     Args:
         priced: candidates that keep their optimizer state on the device.
@@ -379,6 +384,10 @@ def _away(
 ) -> Away:
     """Computes bytes and seconds of offloading for candidates that share one division.
 
+    Offloading keeps the optimizer state in host memory. The result has the bytes in
+    host memory, the bytes of copies on the device, and the additional seconds of the
+    update.
+
     Args:
         space: the candidates.
         resting: bytes of the workload's arrays, for the meshes of the candidates.
@@ -408,10 +417,10 @@ class Peaks:
     """Peak memory of one program, under any division of its dims by mesh axes."""
 
     def __init__(self, timeline: Timeline) -> None:
-        """Keeps the timeline; liveness is traced when it is first needed.
+        """Stores the timeline; the lifetimes of arrays are traced when first needed.
 
         Args:
-            timeline: the timeline of the program.
+            timeline: the allocations, frees and copies of one step of the program.
         """
         self._timeline = timeline
 

@@ -1,9 +1,10 @@
-"""Prices pipeline stages from the price of the whole model.
+"""Predicts time and memory of pipeline stages from those of the whole model.
 
-A mesh with an axis `stage` is first priced as if each stage ran all layers. This module
-divides the layers among the stages, evenly or as given, and keeps the embedding on the
-first stage and the head on the last. It then adds the costs of a pipeline: the bubble,
-sends between stages, and activations of the microbatches in flight.
+For a mesh with an axis `stage`, operators and arrays are first priced (their seconds
+and bytes predicted) as if each stage ran all layers. This module divides the layers
+among the stages, evenly or as given, and keeps the embedding on the first stage and the
+head on the last. It then adds the costs of a pipeline: the bubble, sends between
+stages, and activations of the microbatches in flight.
 """
 
 import math
@@ -63,7 +64,8 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     """Finds the repeated layers of a workload; None if it has no repeated layers.
 
     The result also has the share of time of the layers, and of the operators before and
-    after them. The time assumes that cheap operators are fused, also on CPU.
+    after them. The time assumes that operators such as elementwise ones are fused
+    (`CHEAP`), also on CPU.
 
     Args:
         question: the workload.
@@ -120,11 +122,12 @@ class Staged:
     """Prices candidates with any number of pipeline stages: seconds and bytes."""
 
     def __init__(self, resting: Resting) -> None:
-        """Keeps the prices; the layers are found when they are first needed.
+        """Computes nothing yet; the layers are found when they are first needed.
 
         Args:
-            resting: prices of the workload's operators, as if each stage ran the whole
-                model, and of the arrays that ZeRO divides.
+            resting: computes the seconds of the workload's operators, and the bytes and
+                gathers of the arrays that ZeRO divides, as if each stage ran the whole
+                model.
         """
         self._resting, self._prices = resting, resting.prices
         self._question, self._columns = self._prices.question, self._prices.columns
@@ -362,14 +365,18 @@ class Staged:
         return np.stack([np.where(far, 0.0, seconds), np.where(far, seconds, 0.0)], -1)
 
     def _parts_of(self, ways: Sequence[PricedOp]) -> list[tuple[float, ...]]:
-        """Computes which share of each group of operators each part of the model has.
+        """Computes how each group of operators is spread over the parts of the model.
 
         The parts (`PARTS`) are the operators before the layers, the layers, and the
-        operators after them. The shares are by executions; for cheap operators, which
-        kernels fuse, by bytes.
+        operators after them. A part has the share of a group's executions that are in
+        the part. For operators that XLA fuses (`CHEAP`, such as elementwise ones), it
+        has the share of the bytes instead.
 
         Args:
             ways: the groups of operators, with their prices.
+
+        Returns:
+            For each group the share of each part, in the order of `PARTS`.
         """
         graph, parts = self._question.graph, self._layers.parts
         found: list[tuple[float, ...]] = []

@@ -1,7 +1,9 @@
 """Prices operators for many candidates at once; equal cases are priced once.
 
-A quantity that depends on the sizes of few mesh axes is evaluated once for all
-candidates with equal sizes of these axes (a case), and looked up for each candidate.
+The prices of an operator are its seconds of computing, and the seconds and bytes of its
+collectives. A quantity that depends on the sizes of few mesh axes is evaluated once for
+all candidates with equal sizes of these axes (a case), and looked up for each
+candidate.
 """
 
 import itertools
@@ -56,9 +58,10 @@ The number of members of a group on a level of the fabric may be a fraction."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cases:
-    """A partition of points into cases: points of a case agree in some properties.
+    """A partition of points into cases, such as points with equal sizes of some axes.
 
-    A point is a mesh (with the order of its axes) and a number of microbatches.
+    A point is a mesh (with the order of its axes) and a number of microbatches. The
+    points of a case agree in the properties that a quantity depends on.
     """
 
     first: np.ndarray
@@ -71,12 +74,12 @@ class Cases:
 
 
 class Columns:
-    """The points of a space: its distinct pairs of mesh (with order) and microbatches.
+    """The points of a space: its distinct pairs of mesh and number of microbatches.
 
-    For a given division of dims by axes, the work of a device in forward, backward and
-    update depends on the point alone. If a new setting of plans changes the work of
-    operators, it becomes one more column here. `search` adds the effects of all other
-    settings.
+    Meshes with another order of their axes on the fabric are distinct. For a given
+    division of dims by axes, the work of a device in forward, backward and update
+    depends on the point alone. If a new setting of plans changes the work of operators,
+    it becomes one more column here. `search` adds the effects of all other settings.
     """
 
     def __init__(self, pool: Pool, space: Space) -> None:
@@ -306,7 +309,10 @@ Repeats = tuple[Axes, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A collective to be priced, and how often it is sent in a step (`repeats`)."""
+    """A collective whose seconds are computed, and how often a step sends it.
+
+    `repeats` has the axes whose sizes multiply the number of sends.
+    """
 
     sent: CollectiveOp
     repeats: Repeats
@@ -329,7 +335,8 @@ class Rates:
         """Starts with an empty cache.
 
         Args:
-            columns: the points (meshes with a number of microbatches) to price at.
+            columns: the points (meshes with a number of microbatches) for which seconds
+                are computed.
         """
         self.columns = columns
         self._computing: dict[Hashable, Table] = {}
@@ -411,9 +418,11 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Prices collectives of equal kind, axes and repeats; bytes may differ.
+        """Computes the seconds of collectives of equal kind, axes and repeats.
 
-        `Message.meets` and `Message.ahead` may differ, too.
+        The collectives may differ in their bytes, in whether sync skew is included
+        (`Message.meets`), and in whether computation hides a part of their time
+        (`Message.ahead`).
 
         Yields for each collective a partition of the points into cases, and the seconds
         for each case.
@@ -584,8 +593,9 @@ def works_of(question: Workload) -> "Works":
 class Works:
     """The work of a device in each group of operators (`Workload.groups`).
 
-    Caches the work by division: which mesh axes divide which dims. Groups are given by
-    their index.
+    A group has operators of equal cost, or operators that XLA fuses (`OpGroup`). Caches
+    the work by division: which mesh axes divide which dims. Groups are given by their
+    index.
     """
 
     def __init__(self, question: Workload) -> None:
@@ -615,12 +625,12 @@ class Works:
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
-        """Returns a key that is equal for groups of like operators, divided alike.
+        """Returns a key that groups share if their operators differ in dims only.
 
-        The key is the pattern of the group's operator (the operator with its dims
-        renumbered from 0), and the part of the division that the operator's work
-        depends on. Groups with equal keys may still have different dims and numbers of
-        operations.
+        The mesh axes must divide the corresponding dims in the same way. The key is the
+        pattern of the group's operator (the operator with its dims renumbered from 0),
+        and the part of the division that the operator's work depends on. Groups with
+        equal keys may still have different dims and numbers of operations.
 
         Args:
             key: a group under a division (`key`).
@@ -651,7 +661,11 @@ class Works:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedOp:
-    """The prices of a group of operators under one division of their dims by axes."""
+    """Seconds and bytes of a group of operators, for each point.
+
+    They hold for one division of the operators' dims by mesh axes. A point is a mesh
+    and a number of microbatches.
+    """
 
     group: OpGroup
     work: OperatorWork
@@ -673,9 +687,10 @@ class PricedOp:
 
 
 class Prices:
-    """Prices of a workload's groups of operators, at each point.
+    """Computes the prices of a workload's groups of operators, for each point.
 
-    A point is a mesh and a number of microbatches.
+    Prices are the seconds of computing, and the seconds and bytes of collectives. A
+    point is a mesh and a number of microbatches.
     """
 
     def __init__(self, question: Workload, rates: Rates) -> None:
@@ -683,7 +698,7 @@ class Prices:
 
         Args:
             question: the workload.
-            rates: the cache of seconds, with the points to price at.
+            rates: the cache of seconds, with the points (`rates.columns`).
         """
         self.question, self.rates, self.columns = question, rates, rates.columns
         self.works = works_of(question)
@@ -794,9 +809,9 @@ def bundle_of(
     alone if the forward or backward pass waits for it (`OpGroup.last` is false), or if
     XLA never combines its kind.
 
-    Software that sums first (`Software.sums_first`) sends all-reduces of gradients once
-    a step. From ZeRO level 2, it sends a reduce-scatter of the gradients of each
-    microbatch.
+    Software that first adds up the gradients of all microbatches on each device
+    (`Software.sums_first`) sends all-reduces of gradients once a step. From ZeRO level
+    2, it sends a reduce-scatter of the gradients of each microbatch.
 
     Args:
         platform: the platform of the devices, such as `cuda`.
@@ -847,7 +862,9 @@ def sum_prices(ways: Iterable[PricedOp]) -> Sums:
     """Adds up the prices of a program's groups of operators.
 
     Operators of the update count as `optimizer`, all others as `compute`. Collectives
-    count as `sending`, as `together`, or as both (see `Sums`).
+    that are sent one by one count as `sending` (seconds), bundles that the compiler may
+    combine as `together` (bytes). Bundles whose arrays are still sent one by one, as on
+    CPU, count as both.
     """
     totals = Sums(
         compute=Total(),

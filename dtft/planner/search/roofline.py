@@ -58,7 +58,7 @@ def roofline(
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the mesh and the settings beside it.
+        candidate: the mesh and the values of the knobs (other settings).
         division: which axes divide which dims.
         sent: the collectives of a step.
         host_bytes: bytes of optimizer state that a device keeps in host memory.
@@ -93,7 +93,7 @@ def _of_device(
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the mesh and the settings beside it.
+        candidate: the mesh and the values of the knobs (other settings).
         division: which axes divide which dims.
         factors: factors on the seconds of forward and backward pass (`compute`) and of
             the update (`optimizer`).

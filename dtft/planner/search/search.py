@@ -72,7 +72,7 @@ def sending_s(
     The caller subtracts all other overlap, with `cost.added_s`.
 
     Args:
-        resting: prices of the gathers of parameters that ZeRO divides.
+        resting: computes the gathers of parameters that ZeRO divides.
         parts: divisions (which axes divide which dims), each with the indices of its
             candidates.
         sums: totals of the operators under each of these divisions.
@@ -146,9 +146,10 @@ class PlanSearch:
     def price(self, space: Space, rates: Rates | None = None) -> Priced:
         """Computes time and memory of every candidate.
 
-        Selects the dims that `tensor` divides. If the devices of a candidate then
-        repeat work, also prices dims that make `tensor` divide matmuls, and keeps the
-        better of both.
+        First selects the dims that `tensor` divides so that a step is fastest. If some
+        devices of a candidate then repeat the work of others, also prices the candidate
+        with dims that make `tensor` divide matmuls, convolutions or kernels
+        (`Chooser.choose_busy`), and keeps the better of both.
 
         Args:
             space: the candidates.
@@ -372,12 +373,13 @@ class PlanSearch:
         return replace(division, axes=axes, first=first)
 
     def _staged(self, resting: Resting, space: Space) -> Staged | None:
-        """Returns the prices of candidates with pipeline stages; None if not needed.
+        """Makes the object that prices pipeline stages; None if it is not needed.
 
-        They are needed if a candidate has several stages or the software is not XLA.
+        It is needed if a candidate has several stages or the software is not XLA.
 
         Args:
-            resting: prices of the operators and of the arrays that ZeRO divides.
+            resting: computes the seconds of operators, and the bytes and gathers of the
+                arrays that ZeRO divides.
             space: the candidates.
         """
         if (space.columns["stage"] > 1).any() or self.question.software != XLA:
@@ -385,7 +387,7 @@ class PlanSearch:
         return None
 
     def _priced(self, space: Space) -> tuple[Prices, Resting, Staged]:
-        """Prices operators, state and pipeline stages for the meshes of a space."""
+        """Makes the objects that price operators, state and stages of a space."""
         prices = Prices(self.question, Rates(Columns(self.pool, space)))
         resting = Resting(prices)
         return prices, resting, Staged(resting)

@@ -203,9 +203,10 @@ class StepCost:
 def stack(costs: Sequence[StepCost]) -> StepCost:
     """Concatenates the candidates of several `StepCost` objects into one.
 
-    The result has as many kinds of stages as the object with the most. Missing kinds
-    have zero stages. Missing pairs of `StepCost.order` are (0, 0), which
-    does not change the seconds that computation hides.
+    The result has as many kinds of stages as the object with the most; the other
+    objects get kinds with zero stages. It also has as many pairs in `StepCost.order`
+    (which limit what computation hides) as the object with the most; the other objects
+    get pairs (0, 0), which hide neither more nor less.
     """
     kinds = max(cost.counts.shape[1] for cost in costs)
     pairs = max(cost.order.shape[1] for cost in costs)

@@ -38,9 +38,9 @@ def candidates(question: Workload) -> tuple[int, ...]:
     These are the weight dims of matmuls and convolutions. A dim that several equal
     layers have is returned once, as the dim that represents it (`Workload.root`).
 
-    Excludes dims of examples and positions, which other axes divide, and dims of loops,
-    which no axis divides. Also excludes dims that only intermediate values have, such
-    as positions sliced from those of the batch.
+    Excludes dims that index examples or positions (of tokens), which other axes divide,
+    and dims that loops slice, which no axis divides. Also excludes dims that only
+    intermediate values have, such as positions sliced from those of the batch.
     """
     graph = question.graph
     allowed = question.weight_dims.difference(
@@ -132,8 +132,9 @@ class Chooser:
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
         """Finds the dims that make a step fastest if the axis must not be idle.
 
-        The axis must divide one or more of the dims whose division alone divides at
-        least 1 % (`NEARLY_NONE`) of the work of matmuls, convolutions and kernels.
+        The axis must divide at least one heavy dim. A dim is heavy if dividing only
+        this dim divides at least 1 % (`NEARLY_NONE`) of the work of matmuls,
+        convolutions and kernels.
 
         Args:
             points: indices of the points (meshes with a number of microbatches).
@@ -141,7 +142,7 @@ class Chooser:
         Returns:
             The distinct divisions (which axes divide which dims), and the index of the
             division of each of the points, int [points given]; -1 if the axis can
-            divide none of these dims.
+            divide no heavy dim at the point.
         """
         heavy, missing = self._heavy, np.full(len(points), -1)
         if not heavy:

@@ -123,7 +123,7 @@ def _collectives(
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the mesh and the settings beside it.
+        candidate: the mesh and the values of the knobs (other settings).
         division: which axes divide which dims.
     """
     return [

@@ -7,9 +7,10 @@ message have the latency of a single collective.
 
 Observed with jax 0.10.2: the GPU compiler combines all-reduces, all-gathers and
 reduce-scatters up to 30 MiB. The CPU compiler combines all-reduces too, but its runtime
-sends each array separately (`AllReduceThunk` of XLA). This saves only synchronization:
-devices wait for each other once for all of the arrays (`Link.meeting`). Collectives in
-a chain of dependencies, such as the sums of activations, are never combined.
+sends each array separately (`AllReduceThunk` of XLA). So on CPU, combining saves only
+synchronization: devices wait for each other once for all of the arrays
+(`Link.meeting`). Collectives in a chain of dependencies, such as the sums of
+activations, are never combined.
 """
 
 from collections.abc import Hashable, Mapping

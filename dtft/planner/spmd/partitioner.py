@@ -290,9 +290,10 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Returns whether `dim` is a divided, not contracted dim of a matmul's operand.
+        """Returns whether axes divide a dim that a matmul's operand does not contract.
 
-        Returns False for operators other than matmuls.
+        Returns False if no axis divides the dim, if the operand lacks the dim or
+        contracts it, and for operators other than matmuls.
 
         Args:
             index: the position of the operand; above 1, the result is False.
@@ -606,8 +607,8 @@ class _Placed(WorkDims):
     def _together(self, axes: Axes) -> list[Axes]:
         """Groups axes along which devices have partial sums, one group per all-reduce.
 
-        All axes are one group. On CPU, there is one group for each dim along which the
-        axes divide the work.
+        On CPU, there is one group for each dim along which the axes divide the work. On
+        other platforms, all axes are one group.
         """
         if self.division.scatters:
             return [axes] if axes else []

@@ -192,14 +192,18 @@ def judge(
 
 
 UNIT_ERRORS: Mapping[str, float] = {"compute": 1.0, "collectives": 2.0}
-"""Relative errors by term of a prediction, up to a common factor that `accuracy_from`
-derives. That collectives are twice as uncertain as computation is assumed, not fitted:
-shared networks differ more than devices."""
+"""Relative errors of the two terms of predicted seconds, up to a common factor that
+`accuracy_from` derives. That collectives are twice as uncertain as computation is
+assumed, not fitted: shared networks differ more than devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnseenRows:
-    """Measured runs of one table, predicted by factors fitted to other runs."""
+    """Measured runs of one table, predicted by factors fitted to other runs.
+
+    The predicted seconds of a run are the sum of two terms: `compute` and
+    `collectives`.
+    """
 
     terms: Mapping[str, np.ndarray]
     """Predicted seconds of `compute` and `collectives`, one per row."""

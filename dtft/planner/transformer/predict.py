@@ -1,8 +1,9 @@
 """Predicts rows of a table of training runs: seconds of a step by term, and memory.
 
-A row's step is a JAX program (`program`) that the planner prices with the row's mesh
-and knobs (settings such as microbatches and ZeRO). Factors (`Scales`) that were fitted
-to published runs multiply the planner's seconds.
+A term is a part of the predicted seconds, such as `compute`. A row's step is a JAX
+program (`program`), for which the planner predicts seconds and memory with the row's
+mesh and knobs (settings such as microbatches and ZeRO). Factors (`Scales`) that were
+fitted to published runs multiply the planner's seconds.
 """
 
 import math
@@ -129,7 +130,7 @@ def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
 
 
 def space_of(layouts: Sequence[ParallelLayout]) -> Space:
-    """Converts layouts of one program to candidates (plans to price) of the planner.
+    """Converts layouts of one program to candidates (meshes with knobs) of the planner.
 
     `tp`, `cp`, `ep`, `dp` and `pp` are the degrees of tensor, context, expert, data and
     pipeline parallelism. `tp` is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`,
@@ -203,9 +204,9 @@ FRAGMENTATION = 0.05
 def memory(
     shape: Shape, layouts: Sequence[ParallelLayout], pool: Pool
 ) -> dict[str, np.ndarray]:
-    """Computes the bytes of a device, by term, for layouts of one program.
+    """Computes the bytes of a device, by what they hold, for layouts of one program.
 
-    Each term is taken from the pipeline stage with the most bytes of this term.
+    Each entry is that of the pipeline stage where it is largest.
 
     Args:
         shape: The shape of the model.
@@ -213,7 +214,8 @@ def memory(
         pool: The devices.
 
     Returns:
-        Map from a term, such as `gradients`, to its bytes; one number per layout.
+        Map from what the bytes hold, such as `gradients`, to the bytes; one number per
+        layout.
     """
     found = search_of(shape, layouts[0], pool).memory_of(space_of(layouts))
     if layouts[0].software == "xla":
@@ -242,8 +244,8 @@ def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
     """Computes the bytes of a device's buffers for communication.
 
     The buffers hold the transfers between pipeline stages, the buckets of ZeRO levels 1
-    and 2, and at level 3 two gathered layers and the gradient of a layer. `held` is the
-    number of parameters that a device has without ZeRO.
+    and 2, and at level 3 the gathered parameters of two layers and the gradient of one.
+    `held` is the number of parameters that a device has without ZeRO.
     """
     rows = layout.micro_batch * shape.seq_len // layout.cp * shape.hidden
     total = 4.0 * rows * ITEM_BYTES if layout.pp > 1 else 0.0
@@ -282,8 +284,8 @@ class RowPrediction:
     tflops_per_gpu: float
     """TFLOP/s per device with recomputation, as in the published tables."""
     memory: dict[str, int]
-    """Bytes of a device, by term, such as `gradients`. Each term is that of the
-    pipeline stage with the most bytes of this term."""
+    """Bytes of a device, by what they hold, such as `gradients`. Each entry is that of
+    the pipeline stage where it is largest."""
     capacity_bytes: int
     """Bytes of memory of a device."""
     unlisted: tuple[str, ...] = ()
@@ -299,8 +301,8 @@ class RowPrediction:
     def memory_bytes(self) -> int:
         """Bytes of a device: the sum of `memory`.
 
-        With a pipeline this is an upper bound: the terms may be those of different
-        stages.
+        With a pipeline this is an upper bound, because each entry of `memory` is that
+        of the stage where it is largest.
         """
         return sum(self.memory.values())
 

@@ -1,10 +1,11 @@
 """The JAX program of a row of a table of training runs (`table.Row`).
 
 The program is a GPT-like transformer as the row's software runs it. Nothing is run: the
-program is traced from shapes, and the planner prices the trace. A kernel of PyTorch is
-a custom call (`jax.ffi.ffi_call`) that reads and writes whole arrays, so it moves the
-bytes of its operands and results. Adding a bias costs nothing, because other kernels
-and matmuls do it too. Weights of norms (a ten-thousandth of a model) are left out.
+program is traced from shapes, and the planner predicts seconds and memory from the
+trace. A kernel of PyTorch is a custom call (`jax.ffi.ffi_call`) that reads and writes
+whole arrays, so it moves the bytes of its operands and results. Adding a bias costs
+nothing, because other kernels and matmuls do it too. Weights of norms (a ten-thousandth
+of a model) are left out.
 
 Sources: arXiv 2104.04473 (the program and its fused kernels), 2205.05198 (what is kept
 for the backward pass), 2205.14135 (flash attention).
