@@ -121,7 +121,10 @@ _PER_PROCESS = 2048
 
 
 def _cpu_topology(num_processes: int, cpu_devices: int) -> bytes:
-    """Encodes XLA's GlobalTopologyProto: processes with `cpu_devices` devices each."""
+    """Encodes XLA's GlobalTopologyProto of `num_processes` processes on CPU.
+
+    Each process has `cpu_devices` devices.
+    """
     nodes = b""
     for index in range(num_processes):
         node = _encoded(1, index) + _encoded(2, b"dtft")
@@ -443,9 +446,10 @@ def share_cached_programs() -> None:
 
 
 class _Read(threading.local):
-    """The entry of JAX's compilation cache that each thread has read last.
+    """What a thread has read last from JAX's compilation cache.
 
-    `looked` is whether the thread has looked for an entry since it was last reset.
+    Each thread has its own values. `looked` is whether the thread has looked for an
+    entry since the values were last reset.
     """
 
     looked = False
@@ -537,9 +541,10 @@ class _Pickler(pickle.Pickler):
     """Pickles a compiled JAX program; devices are pickled as their ids."""
 
     def __init__(self, file: io.BytesIO, content: bytes | None) -> None:
-        """Takes the file to write to, and the program as XLA has serialized it.
+        """Takes the file to write to, and the program in XLA's serialized form.
 
-        If `content` is None, the program is serialized when it is pickled.
+        `content` is the serialized program; None: the pickler serializes the program
+        itself.
         """
         super().__init__(file)
         self._content = content

@@ -5,25 +5,30 @@ series of training steps with one division. `Balance.after` is a pure function: 
 the measured seconds of a round and returns the next `Balance`, perhaps with another
 division. What is divided is a `Work`: `Microbatches`, `Operators` or `Layers`.
 
-There are two policies. `proportional` divides by weights, the relative speeds of the
-nodes. After each round it raises the weights of the nodes that waited longer than the
-mean, and lowers the others. `exact` takes the division with the shortest step by the
-seconds that `SpeedEstimator` estimates. It changes the division if the fraction of a
-step's seconds that this saves is above a threshold, which grows with the noise.
+There are two policies:
+
+* `proportional` gives nodes load in proportion to their weights, which stand for their
+  relative speeds. After each round it raises the weights of the nodes that waited
+  longer than the mean, and lowers the others.
+* `exact` estimates the seconds of each node (`SpeedEstimator`) and computes the
+  division with the shortest step by these estimates. It changes to this division if
+  that saves more than the fraction d of a step's seconds. The threshold d is higher if
+  the measured seconds vary more.
 
 `exact` has a guarantee if a step takes as long as its slowest node. Let e be the
-largest relative error of a node's estimated seconds, and d the threshold. Once `exact`
-changes the division no more, a step takes at most (1 + e) / ((1 - e) (1 - d)) times as
-long as with the best division; if the last candidate was in force before, (1 + e) /
-(1 - e) counts twice. With d > 2 e / (1 + e) the number of changes is finite. The
-comment below the imports has the proof.
+largest relative error of a node's estimated seconds. Once `exact` changes the division
+no more, a step takes at most (1 + e) / ((1 - e) (1 - d)) times as long as with the best
+division. If the last refused division was in force before, (1 + e) / (1 - e) is
+squared. With d > 2 e / (1 + e) the number of changes is finite. The comment below the
+imports has the proof.
 
 The guarantee does not hold if a step also waits for other things, as a pipeline does,
-or if a node's seconds do not follow from its load. Still, until a node drifts (its
-seconds change relative to the other nodes), an earlier division is accepted again only
-if its measured steps were faster by d than those of the division in force. The
-measured seconds are kept for the last `speed_estimator.MOST` divisions, or for all
-divisions if `after` gets the seconds of whole steps.
+or if a node's seconds do not follow from its load. Even then `exact` does not alternate
+between two divisions: it accepts an earlier division again only if the measured steps
+of that division save more than d, or if a node has drifted (its seconds have changed
+relative to the other nodes). The measured seconds are kept for the last
+`speed_estimator.MOST` divisions, or for all divisions if `after` gets the seconds of
+whole steps.
 """
 
 from collections.abc import Mapping
@@ -93,8 +98,9 @@ class StepTimes:
             division: The division in force (a value of `Work.best` or `by_weight`).
             load: Units of work of each node in the division, such as microbatches.
             step_s: Seconds of the whole steps of the round, `[steps]`.
-            level: Factor by which all nodes became slower; earlier seconds are
-                multiplied by this factor.
+            level: Factor by which all nodes were slower in this round than estimated
+                (`SpeedEstimator.level`). The seconds of earlier rounds are multiplied
+                by this factor.
 
         Raises:
             ValueError: `step_s` is empty, or has a number that is not above 0.
@@ -185,7 +191,12 @@ class Work(Protocol[Division]):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Options that decide when the division of load changes, and when it is settled."""
+    """Options of `Balance`: the policy, and when the division of load changes.
+
+    A division counts as settled after `patience` rounds (series of steps) without a
+    change of the division and without drift. A node drifts if its seconds change
+    relative to the other nodes.
+    """
 
     policy: Policy = "exact"
     least_gain: float = 0.01
@@ -233,11 +244,11 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance(Generic[Division]):
-    """The division in force (the load of each node), and the measurements of nodes.
+    """The division of load in force, and the measured seconds of nodes and steps.
 
-    `weights` are the nodes' relative speeds, `[n]`, by which `proportional` divides.
-    `rounds` is the number of measured rounds. `judgement` is that of the last round;
-    None before the first.
+    A division is the load of each node. `weights` are the relative speeds of the nodes,
+    `[n]`, by which `proportional` divides. `rounds` is the number of measured rounds
+    (series of steps). `judgement` is that of the last round; None before the first.
     """
 
     work: Work[Division]
@@ -304,8 +315,11 @@ class Balance(Generic[Division]):
 
         A round is a series of steps with one division. The policy of `rules` proposes a
         division, the candidate. The division changes to the candidate if the gain (the
-        fraction of a step's seconds that the candidate saves) exceeds the threshold of
-        the policy, and if the seconds saved in `remaining_steps` exceed `cost_s`.
+        fraction of a step's seconds that the candidate saves) exceeds the policy's
+        threshold, and if the seconds saved in `remaining_steps` exceed `cost_s`. The
+        threshold of `proportional` is 0. That of `exact` is the larger of
+        `rules.least_gain` and `rules.noise_factor` times the relative standard error of
+        the nodes' seconds.
 
         Args:
             busy_s: Seconds of local work of each node in each step of the round,
@@ -373,13 +387,13 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
 def _gain(
     now: Balance[Division], candidate: Division, speeds: Speeds
 ) -> tuple[float, float]:
-    """Returns the fraction of a step's seconds that a candidate division saves.
+    """Returns the fraction of a step's seconds that a candidate saves, and its error.
 
-    The candidate is compared with the division in force. The second number is the error
-    of the fraction: the larger of the relative standard errors of the nodes' seconds in
-    the two divisions. The fraction is computed from the nodes' seconds. These are the
-    measured seconds if both divisions were measured (`SpeedEstimator.measured`), else
-    the estimates `speeds`.
+    The candidate is a division that may replace the division in force. The fraction is
+    computed from the seconds of each node in both divisions. These are measured seconds
+    if both divisions were measured (`SpeedEstimator.measured`), else the estimates
+    `speeds`. The error is the largest relative standard error of the seconds of a node
+    in either division.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)
@@ -401,9 +415,10 @@ def _proportional(
 ) -> tuple[Division, Floats, float, float]:
     """Raises the weights of nodes that wait longer than the mean; lowers the others.
 
-    A weight is the relative speed by which a node gets load. The new weights are scaled
-    to a mean of 1; then weights below `_LEAST_WEIGHT` are raised to it. `busy` has the
-    seconds of local work of each node in each step, `[steps, n]`.
+    Nodes get load in proportion to their weights, which stand for their relative
+    speeds. The new weights are scaled to a mean of 1; then weights below
+    `_LEAST_WEIGHT` are raised to it. `busy` has the seconds of local work of each node
+    in each step, `[steps, n]`.
 
     Returns:
         The division by the new weights (the candidate), the new weights, the gain and

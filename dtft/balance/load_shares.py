@@ -218,10 +218,12 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 def _before_makespan(
     seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
-    """Finds how many microbatches each node can finish just before the least makespan.
+    """Computes shares of microbatches that end before the shortest possible step.
 
-    The least makespan is the shortest time in which all nodes together can do `total`
-    microbatches; it is found by bisection.
+    The shortest possible step is the least time in which all nodes together can do
+    `total` microbatches; it is found by bisection. Each node gets as many microbatches
+    as it can end before this time, but at least `low` and at most its entry of `most`.
+    `_hand_out` divides the few microbatches that are left over.
 
     Args:
         seconds: seconds per microbatch on each node, `[n]`.
@@ -348,7 +350,7 @@ class Layers:
     """The layers of a model as work to divide between pipeline stages (`balance.Work`).
 
     A node runs one stage: stage s is on node s. A division is the number of layers of
-    each stage, `[stages]`.
+    each stage, `[stages]`. A unit of load is one second of the cost model.
     """
 
     layer_s: Floats
@@ -425,15 +427,15 @@ class Layers:
         """Finds the division (number of layers of each stage) with the shortest step.
 
         Args:
-            unit_s: Real seconds for each second of the cost model, `[stages]`; infinite
-                for a stage that must have no layer.
+            unit_s: Seconds that each stage takes per second of the cost model,
+                `[stages]`; infinite for a stage that must have no layer.
             fixed_s: Extra seconds in a step of each stage that has layers, `[stages]`;
                 None: 0.
 
         Raises:
-            ValueError: `unit_s` is not a number above 0 for each stage; or no division
-                gives each stage at least `low` layers, all of which its node can run
-                and hold in memory.
+            ValueError: `unit_s` is not a number above 0 for each stage; or there is no
+                division in which each stage has at least `low` layers (a field), and
+                its node has the kernels and the memory for them.
         """
         unit = np.asarray(unit_s, float)
         if unit.shape != (self.num_nodes,) or not (unit > 0).all():
@@ -500,7 +502,12 @@ class Layers:
     def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
         """Adds each stage's `fixed_s / microbatches` to the seconds in `sums`.
 
-        `sums` is as returned by `_sums`. Ranges without layers keep 0 seconds.
+        Ranges without layers keep 0 seconds.
+
+        Args:
+            fixed_s: extra seconds in a step of each stage that has layers, `[stages]`;
+                None: 0.
+            sums: `[stages, start, stop]`, the result of `_sums` or `_costs`.
         """
         if fixed_s is None:
             return sums
@@ -546,7 +553,10 @@ def _array(rows: Sequence[Any]) -> Any:
 
 
 def _upto(rows: Floats) -> Floats:
-    """Returns cumulative sums: entry n is the sum of the first n rows, n from 0."""
+    """Returns cumulative sums over the rows, `[rows + 1, columns]`.
+
+    Entry n is the sum of the first n rows, so entry 0 is 0.
+    """
     return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
 
 
@@ -556,11 +566,11 @@ def _of_stages(sums: Floats, division: Counts) -> Floats:
 
 
 def _least_sum(costs: Floats) -> Counts | None:
-    """Finds the split of the layers for which the costs of all stages sum to the least.
+    """Divides the layers between the stages, for the least sum of the stages' seconds.
 
-    `costs` are `[stages, start, stop]`: the cost of the layers from `start` to `stop`
-    - 1 on each stage. Returns the number of layers of each stage; None if every split
-    has an infinite sum.
+    `costs`, `[stages, start, stop]`, has the seconds of the layers from `start` to
+    `stop` - 1 on each stage, infinite where a stage must not have these layers. Returns
+    the number of layers of each stage; None if every division has an infinite sum.
     """
     num_stages, num_places, _ = costs.shape
     least = np.full(num_places, np.inf)

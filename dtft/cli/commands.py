@@ -445,9 +445,11 @@ class ScaleCommand:
 class DrainCommand:
     """Take a host out of a live job: another host takes its slot, and its agent ends.
 
-    On CPU no other trainer is restarted. No step is lost. If the host leads the job,
-    another host leads it from then on. A signal to the host's agent (Ctrl-C, SIGTERM)
-    does the same.
+    Without a spare, the job shrinks if --min-replicas allows it. The agent ends once
+    a step is committed without the host; at once if the host has no slot and does not
+    lead the job. On CPU no other trainer is restarted. No step is lost. If the host
+    leads the job, another host leads it from then on. A signal to the host's agent
+    (Ctrl-C, SIGTERM) does the same.
     """
 
     host: Annotated[Positional[str], _told("HOST")]
@@ -569,7 +571,8 @@ class CheckpointOddsCommand:
 class PlanCommand:
     """Plan how to shard a config on a cluster; predict speed and memory.
 
-    To predict a table of layouts, use plan predict.
+    To predict step time and memory for each training run in a CSV file, use plan
+    predict.
     """
 
     config: _Config
@@ -604,7 +607,7 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictCommand:
-    """Predict step time and memory of the training runs in a table."""
+    """Predict step time and memory of training runs: each row of a CSV file is one."""
 
     rows: Annotated[Positional[str], _told("ROWS.csv")]
     """Table with the columns of experiments/data/megatron_a100.csv, and others that

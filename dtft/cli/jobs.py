@@ -457,9 +457,10 @@ def line(job: str, found: dict[str, Any]) -> str:
     """Formats the result of `job_changes.scale` as a line of text.
 
     `before` is the number of replicas before the change, `hosts` the number of hosts
-    with a slot. In the example the result has no `step`, because no change was
-    necessary. The result also has no `step`, but a true `asked_again`, if the leader
-    changed meanwhile and the request to the earlier leader may have made the change.
+    with a slot, `step` the step from which the job went on. There is no `step` in two
+    cases: if no change was necessary, as in the example; and if the leader changed
+    meanwhile, so that the request was sent twice and the first one may have made the
+    change (`asked_again` is true).
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'

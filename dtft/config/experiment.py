@@ -21,7 +21,11 @@ from dtft.models.base import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """Settings of load balance: uneven shares of the batch, by measured step times."""
+    """Settings of load balance: how a batch's microbatches are divided.
+
+    A share is the number of microbatches that a replica takes in a step. Shares change
+    while training, by measured step times.
+    """
 
     policy: Annotated[
         Literal["off", "proportional", "exact"], arg(aliases=("--balance",))
@@ -74,11 +78,12 @@ class BalanceConfig:
             raise ValueError(f"balance.{error}") from None
 
     def rules(self, policy: Policy) -> Rules:
-        """Returns the options of `dtft.balance` for a policy, by this config's values.
+        """Converts these settings to the `Rules` of `dtft.balance`, for a given policy.
 
-        The options are the smallest gain and noise factor for which shares change, and
-        the number of rounds without change or drift after which shares are settled.
-        `policy` takes the place of `self.policy`.
+        `policy` takes the place of `self.policy`. The rules also have `least_gain` and
+        `noise_factor`, which say how large a gain must be to change shares, and
+        `patience`, the number of rounds without a change of shares or a drift of speeds
+        after which the shares count as settled.
         """
         return Rules(
             policy=policy,
@@ -108,10 +113,11 @@ class BalanceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How rows pass through the pipeline stages of a mesh with mesh.stage above 1.
+    """How rows pass through the stages of a pipeline, if `mesh.stage` is above 1.
 
-    The idle fraction of each stage is
-    `(stages - 1) / (microbatches x virtual_stages + stages - 1)`.
+    A replica's rows are divided into `microbatches` parts, and each stage has
+    `virtual_stages` chunks of neighbouring layers. The fraction of time in which a
+    stage is idle is `(stages - 1) / (microbatches x virtual_stages + stages - 1)`.
     """
 
     microbatches: int = 4
@@ -228,7 +234,8 @@ PlanFlag = Annotated[str, arg(aliases=("--mesh",))]
 class MeshConfig:
     """Sizes of the mesh axes, slowest-varying axis first.
 
-    One size, but not that of `stage`, may be -1: all remaining devices.
+    One size other than `stage` may be -1. It is replaced by the size with which the
+    mesh uses all devices.
     """
 
     replica: int = -1
@@ -271,7 +278,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Numbers of hosts and devices; how a job goes on after lost hosts and errors.
+    """Numbers of hosts and devices, and how a job reacts to lost hosts and errors.
 
     Spare hosts are not part of these numbers.
     """
@@ -430,9 +437,11 @@ class CheckpointConfig:
 
     @property
     def automatic(self) -> Automatic | None:
-        """Limits for interval=auto: the stall budget and the longest interval.
+        """Limits within which interval=auto chooses the interval of snapshots.
 
-        None if the interval is fixed.
+        They are the fraction of the wall time that snapshots may cost (`stall_budget`)
+        and the most steps between snapshots (`max_interval`). None if the interval is
+        fixed.
         """
         if self.interval != "auto":
             return None
@@ -440,10 +449,10 @@ class CheckpointConfig:
 
     @property
     def cadence(self) -> Cadence:
-        """The rule by which a job that starts decides after which steps to snapshot.
+        """The rule that says after which steps a starting job takes snapshots.
 
-        With interval=auto the job takes a snapshot after every step, until the measured
-        costs give a longer interval.
+        With interval=auto the job takes a snapshot after every step, until it has
+        measured the costs that give a longer interval.
         """
         if self.interval == "auto":
             return Cadence(interval=1, period=self.max_interval)

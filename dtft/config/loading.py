@@ -421,7 +421,11 @@ def _plain(value: Any) -> Any:
 
 
 def _name(kind: type) -> str:
-    """Returns the class's own `short_name`, or else its module and class name."""
+    """Returns the name of a config's class in JSON.
+
+    The name is the class's own `short_name`, not an inherited one, or else its module
+    and class name.
+    """
     own = vars(kind).get("short_name")
     return own or f"{kind.__module__}.{kind.__qualname__}"
 

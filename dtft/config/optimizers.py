@@ -127,7 +127,11 @@ class SyncConfig:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether replicas make different updates between two exchanges of moments."""
+        """Whether replicas make different updates between two exchanges of moments.
+
+        True if `moments` is "state" and the first moment, or the second moment's
+        maximum, is exchanged less often than at every update.
+        """
         return self.moments == "state" and max(self.every_mu, self.every_nu_max) > 1
 
 
@@ -186,16 +190,20 @@ class OptimConfig:
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether the optimizer takes each replica's local gradient, not their mean.
+        """Whether the optimizer takes local gradients, not their mean over replicas.
 
-        Such an optimizer communicates over the axis that `build` is given, and marks
-        state that differs per replica (`dtft.optim.per_replica`).
+        False in this base class. An optimizer for which it is True communicates over
+        the axis that `build` is given, and marks state that differs per replica
+        (`dtft.optim.per_replica`).
         """
         return False
 
     @property
     def params_drift(self) -> bool:
-        """Whether parameters may differ between replicas after a step."""
+        """Whether parameters may differ between replicas after a step.
+
+        False in this base class.
+        """
         return False
 
     @property
@@ -224,10 +232,11 @@ class OptimConfig:
             )
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
-        """Returns a replica's parameters after update number `count`.
+        """Returns a replica's parameters, averaged over the replicas in some updates.
 
-        The base class returns `params`. A subclass may average the parameters over the
-        axis `axis_name`.
+        This base class never averages, and returns `params`. A subclass may average the
+        parameters over the axis `axis_name`. `count` is the number of the update that
+        was made last.
         """
         del count, axis_name
         return params
@@ -319,7 +328,11 @@ class MaxAdaBeliefConfig(OptimConfig):
 
     @property
     def params_drift(self) -> bool:
-        """Whether parameters differ between replicas until the next average."""
+        """Whether parameters may differ between replicas after a step.
+
+        True if the parameters are averaged less often than at every update
+        (`sync.every_params` above 1).
+        """
         return self.sync.every_params > 1
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:

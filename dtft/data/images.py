@@ -98,9 +98,10 @@ _OF_INPUT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permissio
 def _is_of_this_host(error: Exception) -> bool:
     """Whether a failed access may succeed later, or on another host.
 
-    A ValueError ends the whole job, so only errors that the input explains become one:
-    a missing or forbidden path, and a file that Pillow cannot decode (an OSError
-    without a number).
+    Returns False for a missing or forbidden path, and for a file that Pillow cannot
+    decode (an OSError without a number): the input is at fault. The caller turns such
+    an error into a ValueError, which ends the whole job. Returns True for all other
+    errors of the operating system.
 
     >>> _is_of_this_host(OSError(5, "Input/output error"))
     True

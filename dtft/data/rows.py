@@ -119,9 +119,9 @@ def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
     """Encrypts each value below `size` once or more, until the result is below `size`.
 
     The cipher has 16 bits, so `size` is at most 2^16 + 1. `keys` are the keys of the
-    cipher's rounds. Looks values up in a table that encrypts several times at once. In
-    the table a value below `size` is a fixed point, so further encryptions leave a
-    result unchanged.
+    cipher's rounds. The work is done with a table of all 16-bit values that maps a
+    value below `size` to itself, and any other value to its encryption. The table is
+    composed with itself a few times, so that one look-up encrypts several times.
 
     Returns:
         int64, the result for each value below `size` and 2^16.

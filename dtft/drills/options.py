@@ -124,7 +124,8 @@ def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, An
     """Returns the fields of one host's `AgentConfig` that the flags decide.
 
     These are `domain` (the label of its failure domains), `tls` (its certificate, or
-    None) and `nixl` (whether it fetches slices with NIXL).
+    None) and `nixl` (whether it fetches slices with NIXL). `flags` are the flags that
+    are equal on all hosts, and `place` those of the host with the name `host`.
 
     Raises:
         ValueError: a flag or a file has an invalid value.
@@ -140,7 +141,8 @@ def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
     """Returns the label of a host's failure domains, from --domain or --domain-file.
 
     The label has the form LEVEL=NAME,LEVEL=NAME. It is "" if neither flag is given, or
-    if the file has no levels.
+    if the file has no levels. --domain is in `place`, and --domain-file, which has a
+    line for each host, in `flags`. `host` is the host's name.
 
     Raises:
         ValueError: both are given, the label or the file cannot be read, or the file

@@ -90,7 +90,8 @@ def claims_of(config: AgentConfig) -> dict[str, bytes]:
     Returns:
         Maps the name of a key in the store to its value. "fingerprint": the config's
         digest, whether TLS is used, and a proof of the secret, as JSON. "terms":
-        `config.terms`, the settings of the user's processes; left out if "".
+        `config.terms`, the settings that must be equal in all processes of a served job
+        (whose processes the user starts); left out if "".
     """
     claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
     return claims | ({"terms": config.terms.encode()} if config.terms else {})

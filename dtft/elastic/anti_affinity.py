@@ -64,10 +64,11 @@ class Surroundings:
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """The failure domain of each slot, by which the job's copies were placed.
+        """The failure domain of each slot's host when the job's copies were placed.
 
-        () if no host had a label when they were placed (each slot is its own domain),
-        or if no slot has been assigned yet.
+        Copies of a slice are placed on slots of different domains, as far as possible.
+        The result is () if no host had a label then (each slot counted as its own
+        domain), or if no slot has been assigned yet.
         """
         return self.assignment.spread.domains if self.assignment else ()
 
@@ -87,11 +88,12 @@ class Surroundings:
             layout: layout of the job's state (its mesh and arrays); None if unknown.
 
         Returns:
-            The requested number of copies; in how many separate domains the slice with
-            the fewest has copies, at most the requested number; and why the numbers
-            differ ("" if not). (0, 0, "") if no slot has been assigned yet, the layout
-            is unknown or has another number of slots than the assignment, or the host
-            of a slot is not registered.
+            The requested number of copies of every slice; the number of domains with a
+            copy, of the slice with the fewest, at most the requested number; and a
+            warning if the second number is smaller than the first, else "". (0, 0, "")
+            if no slot has been assigned yet, the layout is unknown or has another
+            number of slots than the assignment, or the host of a slot is not
+            registered.
         """
         now = self.assignment
         if now is None or layout is None or layout.mesh.num_slots != len(now.slots):
@@ -206,10 +208,10 @@ def shortfall(
 ) -> tuple[int, str]:
     """Computes in how many separate failure domains every slice has copies.
 
-    A level of failure domains is "power", "rack" or "host". The domains of the level
-    over which copies are spread are counted. If copies are spread over hosts, but hosts
-    have labels, the domains of the narrowest level in the labels are counted instead,
-    because hosts of one such domain fail together.
+    Failure domains have levels: "power", "rack" and "host". Counts the domains of the
+    level over which copies are spread. If this is "host" although hosts have labels,
+    counts the domains of the narrowest level in the labels, because hosts of one such
+    domain fail together.
 
     Args:
         spread: the requested copies, and the level over which they are spread.
@@ -218,8 +220,8 @@ def shortfall(
         domains: the failure domains of all hosts.
 
     Returns:
-        The number of domains of the slice with the fewest, at most `spread.copies`; and
-        a warning if this number is below `spread.copies`, else "".
+        The number of domains with a copy, of the slice with the fewest, at most
+        `spread.copies`; and a warning if this number is below `spread.copies`, else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

@@ -282,9 +282,9 @@ class ReplicaGroups:
     """The numbers of replicas and slots of a job, and its replica groups.
 
     A replica group is the smallest set of hosts that hold whole copies of the model.
-    `parts` is the number of equal parts into which the rows of one replica are divided.
-    In the example, the group is two replicas on one slot.
-
+    The rows (examples of the batch) of one replica are divided into `parts` equal
+    parts: among devices, and into microbatches. In the example, the group is two
+    replicas on one slot.
     >>> ReplicaGroups(replicas=4, slots=2, parts=1).group  # every host has two replicas
     (2, 1)
     """
@@ -313,7 +313,10 @@ class ReplicaGroups:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Number of replicas and number of slots of one replica group."""
+        """Number of replicas and number of slots of one replica group.
+
+        These are the smallest whole numbers in the proportion of `replicas` to `slots`.
+        """
         common = math.gcd(self.replicas, self.slots)
         return self.replicas // common, self.slots // common
 
@@ -338,22 +341,25 @@ class ReplicaGroups:
         return replicas * self.slots // self.replicas
 
     def replicas_on(self, slots: int) -> int:
-        """Returns the number of replicas on this many slots, rounded down."""
+        """Returns how many whole replicas fit on this many slots."""
         return slots * self.replicas // self.slots
 
 
 def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
-    """Returns the numbers of replicas and slots of a job that is resized on request.
+    """Returns the size of the job with `replicas` replicas, if the job may have it.
 
     Args:
         replicas: the requested number of replicas.
         layout: layout of the running job's state (its mesh and arrays).
         limits: the job's size limits.
 
+    Returns:
+        The number of replicas, and the number of slots for them.
+
     Raises:
-        ValueError: the job may not have this number of replicas, or its state cannot be
-            resized. The message has the minimum if the number is below it, and the
-            nearest allowed numbers if the number does not fit.
+        ValueError: the number is below the minimum (which the message has), it does not
+            fit the replica groups or the batch (the message has the nearest numbers
+            that do), or the state cannot be resized.
     """
     groups = ReplicaGroups.of(layout, limits)
     if replicas < max(1, limits.min_replicas):
@@ -443,12 +449,13 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 
 
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
-    """Returns an array's description with its shape in a job of `replicas` replicas.
+    """Returns a leaf with its shape in a job of `replicas` replicas.
 
-    The shape changes only if the array has one row for each of the present replicas
-    (`before`). Such a state cannot be resized, because a new replica would have no row.
-    `new_specs` sees that the shape has changed, and raises an error that names the
-    array.
+    The shape changes only for a leaf with one row for each replica: its first dim is
+    divided by the replica axis and has the size `before`, the present number of
+    replicas. A job with such a leaf cannot be resized, because a new replica would have
+    no row. `new_specs` sees that the shape has changed, and raises an error that names
+    the leaf.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(

@@ -1,8 +1,9 @@
 """An agent's event loop: callables run one after the other, on one thread.
 
-Long work runs on other threads, and its outcome is passed back as a `Future`: `aside`
-for one piece of work, a `Lane` for pieces in order. `EventLoop` records its longest
-calls: an agent whose loop is blocked neither renews its lease nor answers the leader.
+Long work runs on other threads: `aside` runs one callable on a thread of its own, and a
+`Lane` runs callables in order on one thread. The outcome comes back to the loop as a
+finished `Future`. `EventLoop` records its longest calls: an agent whose loop is blocked
+neither renews its lease nor answers the leader.
 """
 
 import heapq
@@ -186,7 +187,11 @@ class EventLoop:
     def _due(
         self,
     ) -> tuple[tuple[Callable[..., None], tuple[Any, ...]] | None, float]:
-        """Returns (call, 0) for a due timer, else (None, seconds to wait)."""
+        """Removes the first timer if it is due; returns its call and 0.
+
+        The call is (function, arguments). If no timer is due, returns None and the
+        seconds until the first timer is due, or 1 without a timer.
+        """
         with self._lock:
             if not self._timers:
                 return None, 1.0

@@ -4,8 +4,8 @@ A trainer writes its phase and the phase's start time to shared memory (its host
 progress board). The agent reads the board about every second (`ProgressWatch`) and
 reports long phases to the leader. One hung trainer blocks all others in the next
 collective, so the phases of all trainers exceed a limit. The leader then finds the
-hosts that are behind (`verdict`). Callers pass the time, and what they have read of
-the board and the process.
+hosts for which the others wait (`verdict`). Nothing here reads a clock, the board or a
+process: callers pass what they have read.
 """
 
 from collections import deque
@@ -241,10 +241,15 @@ class ProgressWatch:
         )
 
     def _count(self, now: float, seen: Observation) -> None:
-        """Records the mean time of the steps dispatched since the last record.
+        """Records the seconds of a step: the mean over the steps since the last record.
 
-        Records nothing while the trainer has no phase, starts or compiles, or for an
-        interval in which the agent was stopped.
+        The recorded times decide the default limit of a step. Nothing is recorded while
+        the trainer has no phase, starts or compiles, nor for an interval of more than
+        `BLIND_S` seconds between two observations: the agent itself was stopped then.
+
+        Args:
+            now: time of the observation, in seconds on the monotonic clock.
+            seen: the observation, with the last dispatched step.
         """
         begun, before = self._counted_from, self._last
         blind = before is not None and now - before[0] > BLIND_S
@@ -308,7 +313,10 @@ def _busy(
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """Hosts for which the other hosts wait, and why; all hosts if none is behind."""
+    """The hosts for which the other hosts wait, and how they were found.
+
+    These are all hosts if none is behind the others.
+    """
 
     hosts: tuple[str, ...]
     why: str

@@ -121,11 +121,13 @@ class JobState:
     def telling(self) -> bool:
         """Whether this state is conclusive, so that the observer need not look again.
 
-        A state without commits, with a corrupt copy, or with a host that did not answer
-        is conclusive. Any other state is conclusive if it has a healthy commit (each of
-        its slices has copies in as many failure domains as at the commit) whose step no
-        host dropped before the step was read. Hosts drop steps while they are
-        queried, so another query may give a conclusive state.
+        Hosts drop the copies of old steps while they are queried, so a commit can seem
+        to have too few copies. The state is conclusive in these cases:
+
+        * There is no commit, a copy is corrupt, or a host did not answer.
+        * Some commit is healthy (each of its slices has copies in as many failure
+          domains as at the commit), and no host dropped a copy of its step before the
+          copy was read.
         """
         if not self.commits or any(host.corrupt or host.error for host in self.hosts):
             return True

@@ -20,7 +20,10 @@ devices of its own; see `train.world`."""
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """One agent's settings. Contains no model: the trainer is a command line."""
+    """One agent's settings.
+
+    The model is not among them: the agent starts the trainer by a command line.
+    """
 
     job: str
     """Name of the job, equal on all its hosts."""
@@ -105,8 +108,8 @@ class AgentConfig:
     def is_served_by_one(self) -> bool:
         """Whether one agent runs a JAX coordination service for all trainers.
 
-        False if each trainer runs a service of its own, or if the user starts the
-        trainers.
+        False with hot swap on CPU, where each trainer runs a service of its own, and in
+        a job whose processes the user starts.
         """
         return self.seats.has_coordination_service and not self.cpu_devices
 

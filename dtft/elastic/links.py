@@ -395,9 +395,11 @@ class FollowerLinks:
         self._prove(link.record, PROOF_TRIES)
 
     def _prove(self, record: HostRecord, tries: int) -> None:
-        """Connects to a host's port until the port refuses, at most `tries` times.
+        """Tries to find out whether a host's agent has ended.
 
-        Calls `on_dead` if the port refuses. Stops once the host has connected again.
+        Connects to the agent's port, at most `tries` times, with pauses of
+        `PROOF_PAUSE_S`. A refused connection shows that the agent has ended; then calls
+        `on_dead`. Stops once the host has connected again.
         """
         if record.host in self._links or not tries:
             return

@@ -489,7 +489,8 @@ def _to_the_end(cluster: LocalCluster, asked: StopAsked, stop_s: float) -> int:
 def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
     """Tries to export the newest step in memory; prints which steps are lost.
 
-    Exports nothing if storage has the newest commit. The caller then ends the cluster.
+    Exports nothing if no step was committed, or if storage has the newest commit and
+    the store answers. The caller then ends the cluster.
 
     Args:
         cluster: the cluster.

@@ -156,7 +156,10 @@ class Reachability:
 
     @property
     def is_to_be_tried(self) -> bool:
-        """Whether hosts must try to connect to their peers in the next round."""
+        """Whether hosts must try to connect to their peers in the next round.
+
+        True while a cut is suspected, or some pair is known not to reach each other.
+        """
         return self.is_suspected or bool(self.apart)
 
     def learn(
@@ -198,7 +201,8 @@ class Reachability:
     def is_due(self, now: float) -> bool:
         """Whether the hosts of the pairs in `apart` must try to connect again now.
 
-        If they must, doubles the pause before the next try.
+        If they must, sets the time of the next try. The pause until then is twice the
+        last pause, at most `LONGEST_PAUSE_S`.
         """
         if not self.apart or now < self._look_at:
             return False

@@ -105,9 +105,12 @@ class Admission:
     def objection(self, message: Mapping[str, Any]) -> str | None:
         """Returns why a process may not attach, as text for people; None if it may.
 
+        Of the first process of the job, also records the settings (`Terms`) in the
+        store. Later processes must have the same settings.
+
         Args:
-            message: the process's `attach` message, with `terms`, `process` (index) and
-                `pid`.
+            message: the process's `attach` message: `terms` (the fields of `Terms`),
+                `process` (its index) and `pid`.
         """
         who = f"job {self.job!r}, agent of host {self.host}"
         try:

@@ -19,7 +19,11 @@ from dtft.parallel.step import Arrays, TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The arrays of one step's batch, and the indices of this process's rows."""
+    """The arrays of one step's batch, and the indices of the rows of this process.
+
+    A row that several devices hold counts for one process only, that of the first of
+    these devices in mesh order.
+    """
 
     arrays: Arrays
     """Global arrays, either sharded or in host memory for the step to shard."""

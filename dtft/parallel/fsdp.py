@@ -37,8 +37,9 @@ memory."""
 class Gathering:
     """Inserts gathers of parameters, over the axis `fsdp`, into a traced loss.
 
-    With `policy` as the remat policy, the backward pass gathers the parameters again,
-    so that gathered parameters are not kept in memory.
+    If the loss has the remat policy `policy`, the backward pass gathers the parameters
+    again. So gathered parameters are not kept in memory from the forward pass to the
+    backward pass.
     """
 
     mesh: Mesh
@@ -48,9 +49,10 @@ class Gathering:
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
         """Returns a program that gathers its divided arguments before they are used.
 
-        Each equation that computes with a divided argument gets its own gather. The
-        gather is inside the body of a call, or of a scan over the argument's first dim.
-        Casts, slices and squeezes of a device's own shards run before the gather.
+        Each equation that computes with a divided argument gets its own gather. If the
+        equation is in the body of a call, or of a scan over the argument's first dim,
+        the gather is in that body too. Casts, slices and squeezes that need only a
+        device's own shard run before the gather.
 
         Args:
             program: a traced loss.
@@ -87,9 +89,10 @@ class Gathering:
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
         """Returns a jaxpr that gathers its divided arguments before they are used.
 
-        Each equation that computes with a divided argument gets its own gather. The
-        gather is inside the body of a call, or of a scan over the argument's first dim.
-        Casts, slices and squeezes of a device's own shards run before the gather.
+        Each equation that computes with a divided argument gets its own gather. If the
+        equation is in the body of a call, or of a scan over the argument's first dim,
+        the gather is in that body too. Casts, slices and squeezes that need only a
+        device's own shard run before the gather.
 
         Args:
             jaxpr: the program itself, or the body of a call in the program.
@@ -103,8 +106,9 @@ class Gathering:
     def gather(self, var: Var, spec: Spec) -> tuple[Var, JaxprEqn]:
         """Makes an equation that gathers `var` over `fsdp`.
 
-        The equation's backward pass constrains the cotangent to `spec`. A cotangent of
-        at most one dim is first constrained to `spec` without `fsdp`.
+        In the backward pass the cotangent is constrained to `spec`, so that it is
+        divided like `var`. A cotangent of at most one dim is first constrained to
+        `spec` without `fsdp`; `planned_step.sum_specs` has the reason.
 
         Args:
             var: a variable that is divided over `fsdp`.
@@ -143,8 +147,8 @@ class Gathering:
 class _Level:
     """Rebuilds one jaxpr: the program itself, or the body of a call in it.
 
-    `add` inserts a gather before each use of a divided variable. `divided` maps each
-    variable that is divided over `fsdp` to its spec.
+    `add` appends an equation to `eqns`, after gathers of the divided variables that it
+    reads. `divided` maps each variable that is divided over `fsdp` to its spec.
     """
 
     gathering: Gathering

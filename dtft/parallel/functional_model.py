@@ -72,10 +72,11 @@ class FunctionalModel:
         return {name: total(value) for name, value in values.items()}
 
     def reading(self, prepare: Callable[[State], State]) -> "FunctionalModel":
-        """Returns a model whose `losses` first applies `prepare` to the arrays.
+        """Returns a model that applies `prepare` to its arrays before it uses them.
 
-        `prepare` maps the parameters and running statistics to the arrays that the
-        model computes with; for example it gathers divided parameters.
+        `prepare` maps the parameters and running statistics that a caller has to those
+        that the model computes losses and metrics with. For example, it gathers divided
+        parameters.
         """
 
         def losses(

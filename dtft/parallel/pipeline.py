@@ -335,7 +335,9 @@ def in_stages(
     ) -> Metrics:
         """Computes losses and metrics of this stage's part of the rows.
 
-        All stages together run the layers first.
+        All stages together first run the layers on all rows of the replica. Then each
+        stage gets an equal slice of the layers' results, and computes the losses and
+        metrics of this slice.
 
         Args:
             layers_SCL: this stage's slice of the layers' parameters, [1, chunks, layers

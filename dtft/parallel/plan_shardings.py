@@ -168,8 +168,8 @@ def constrained(
     Args:
         fn: a function from trees of arrays, by position, to a tree of arrays.
         constraints: map from the number of an operator of `fn`'s program (its position
-            in `dtft.planner.ir.operators`) to the spec of its first result, without the
-            dim that a surrounding loop adds.
+            in `dtft.planner.ir.operators`) to the spec of its first result. For an
+            operator in a loop, the result is that of one iteration.
         mesh: a mesh with the axes of the specs.
 
     Raises:
@@ -238,7 +238,10 @@ def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
 
 
 class _Insertion:
-    """One walk over a program: numbers operators and inserts sharding constraints."""
+    """Walks over a program once, and inserts sharding constraints into it.
+
+    Operators are numbered in the order of the walk, which enters the bodies of calls.
+    """
 
     def __init__(self, constraints: Mapping[int, Spec], mesh: Mesh) -> None:
         self.number = 0

@@ -153,10 +153,10 @@ def place(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedTasks:
-    """A program's tasks with their seconds on the nodes of a cluster.
+    """Tasks of a program, with their seconds (their price) on each node of a cluster.
 
-    `tasks` includes the backward tasks, if they were asked for. `made` has the
-    operators of each forward task.
+    `tasks` includes the backward tasks, if they were asked for. `nodes` are the devices
+    of the cluster. `made` has the operators of each forward task.
     """
 
     tasks: Tasks

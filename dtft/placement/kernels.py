@@ -48,13 +48,18 @@ class Kernels:
     def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
         """Whether a device has a kernel for an operator.
 
-        True if `registered` lists the operator for the device's type or platform.
-        Otherwise `DeviceType.kernels` must list the operator. If `DeviceType.kernels`
-        is None, it counts as listing all operators but custom calls (`CUSTOM`, such as
-        a Pallas kernel), or none on the platform `other`. On JAX's platforms, an
-        operator that is no custom call must also be absent from `lacking`, which names
-        operators by their `number` in the program. In the example, the FPGA's device
-        type lists element-wise operators and no matmuls.
+        The first of these rules that applies decides:
+
+        * True if `registered` lists the operator for the device's type or platform.
+        * False if `DeviceType.kernels` is given and does not list the operator.
+        * False if `DeviceType.kernels` is None and either the operator is a custom call
+          (`CUSTOM`, such as a Pallas kernel) or the platform is `other`.
+        * False if `lacking` lists the operator's `number` in the program for the
+          platform. Skipped for custom calls and the platform `other`.
+        * Otherwise True.
+
+        In the example, the FPGA's device type lists element-wise operators and no
+        matmuls.
 
         >>> from dtft.planner.cluster.catalog import device_type
         >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),

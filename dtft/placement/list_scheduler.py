@@ -30,7 +30,10 @@ class Line:
         return sum(self.ends) - sum(self.starts)
 
     def free(self, ready: float, seconds: float) -> float:
-        """Returns the first time, `ready` or later, from which `seconds` are free."""
+        """Finds the first gap of `seconds` seconds that begins at `ready` or later.
+
+        Returns the time at which it begins, in seconds.
+        """
         ends = self.ends
         if not ends or ready >= ends[-1]:
             return ready
@@ -68,7 +71,7 @@ class Line:
 
 
 class Held:
-    """The interval of time in which each node holds each value in memory."""
+    """For each value and node, the time interval in which the node holds the value."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], tuple[float, float]] = {}
@@ -90,7 +93,8 @@ class Held:
         Args:
             num_nodes: the number of nodes.
             num_bytes: bytes of each value.
-            stays: whether each value is held to the end.
+            stays: whether each value stays in memory to the end of the program, also
+                after its interval.
         """
         changes: list[list[tuple[float, float]]] = [[] for _ in range(num_nodes)]
         for (value, node), (begin, end) in self._times.items():
@@ -124,7 +128,10 @@ Sent = tuple[int, int, int, float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Nodes and times of all tasks and transfers of one microbatch, in seconds."""
+    """The node and times of each task, and all transfers, of one microbatch.
+
+    Times are in seconds from the start of the microbatch.
+    """
 
     node_of: tuple[int, ...]
     starts: tuple[float, ...]
@@ -231,10 +238,10 @@ class _State:
         return best
 
     def _ways(self, task: int) -> list[tuple[float, int]]:
-        """Returns, for each node that may run a task, a lower bound of the task's end.
+        """Returns a lower bound of a task's end on each node that may run the task.
 
-        The entries are pairs of bound and node. The bound assumes that no network port
-        is busy.
+        The entries are pairs: the bound in seconds, and the node. The bound assumes
+        that no network port is busy, so that inputs arrive as early as possible.
         """
         of, ready = self.of, self.open
         for value in of.read[task]:
@@ -344,12 +351,12 @@ class _State:
         return [self._send(value, node, since) for since, value in missing]
 
     def _whole(self, value: int) -> int:
-        """Returns the value that a node holds and sends instead of `value`.
+        """Returns the value that a node holds and sends in place of `value`.
 
-        Each reader of a value makes a part of the value's gradient: its contribution to
-        the sum. The parts that were made on one node are added up, and only their sum
-        is held and sent. If `value` is such a part, the result is the number of one of
-        the parts on its node, which stands for the sum. Otherwise it is `value` itself.
+        Each reader of a value computes one summand of the value's gradient. The
+        summands that were computed on one node are added up there, and only their sum
+        is held and sent. If `value` is such a summand, returns the number of one of the
+        summands on its node, which stands for the sum. Otherwise returns `value`.
         """
         behind = self.of.sum_of[value]
         if behind < 0:
@@ -357,11 +364,11 @@ class _State:
         return self.sums.setdefault((behind, self.home[value]), value)
 
     def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
-        """Replaces parts of the same gradient on the same node by their sum (`_whole`).
+        """Replaces summands of one gradient on one node by their sum (`_whole`).
 
-        A part is the contribution of one reader of a value. `missing` and the result
-        are lists of pairs: the time in seconds when a value is ready, and the value's
-        number. A sum is ready when its last part is ready.
+        A summand is the contribution of one reader of a value to the value's gradient.
+        `missing` and the result are lists of pairs: the time in seconds when a value is
+        ready, and the value's number. A sum is ready when its last summand is ready.
         """
         found: dict[int, float] = {}
         for since, value in missing:

@@ -110,7 +110,7 @@ class Nodes:
 class _Routes:
     """Tables of link speeds and ports of all pairs of nodes.
 
-    The tables are filled from the innermost links outwards.
+    The entries of inner links must be set first: those of outer links overwrite them.
     """
 
     def __init__(self, num: int) -> None:
@@ -133,10 +133,12 @@ class _Routes:
             below *= level.size
 
     def through(self, link: Link, devices: Numbers, apart: NDArray[np.bool_]) -> None:
-        """Gives the pairs marked in `apart` the seconds and ports of a link.
+        """Sets the seconds and ports of the pairs of devices that a link joins.
 
-        `devices` are numbers of devices; `apart` is a mask `[devices, devices]` over
-        them.
+        Args:
+            link: the link.
+            devices: numbers of devices of the cluster.
+            apart: `[devices, devices]`, True for the pairs whose entries are set.
         """
         curve, place = link.curve, np.ix_(devices, devices)
         each = 1 / curve.bandwidth

@@ -485,7 +485,10 @@ def classes(placement: Placement) -> Section:
 
 
 def sent(placement: Placement) -> Section:
-    """Makes the table of the values and bytes that nodes send in one microbatch."""
+    """Makes the table of what each node sends to each other node in one microbatch.
+
+    A row has the number of values, their bytes, and the seconds of their transfers.
+    """
     found: dict[tuple[int, int], list[float]] = {}
     for one in placement.transfers:
         row = found.setdefault((one.source, one.target), [0, 0.0, 0.0])

@@ -22,8 +22,8 @@ Floats = NDArray[np.float64]
 class Passed:
     """A value that passes between tasks: an argument, or a task's output.
 
-    Tasks or the caller of the program read the value. `producer` and `readers` are
-    indices of tasks.
+    The value is read by tasks, or is a result of the program (`is_kept`). `producer`
+    and `readers` are indices of tasks.
     """
 
     producer: int
@@ -86,10 +86,10 @@ class Tasks:
 
     @property
     def together(self) -> list[list[int]]:
-        """The tasks of each group (`groups`), which must be placed on one node.
+        """Indices of the tasks of each group; the tasks of a group must share a node.
 
-        A list of task indices for each group, ordered by the group's first task. A task
-        without partners is a group of its own.
+        There is one list for each group of `groups`, ordered by the group's first task.
+        A task that need not share its node is a group of its own.
         """
         found: dict[int, list[int]] = {}
         for task, group in enumerate(self.groups):
@@ -160,7 +160,10 @@ def _again(value: Passed, behind: Sequence[int]) -> tuple[int, ...]:
 
 
 def _product(seconds: Floats, factors: Floats) -> Floats:
-    """Multiplies seconds by factors; an infinite factor gives infinity even for 0 s."""
+    """Multiplies seconds by factors; an infinite factor gives infinity.
+
+    0 s times an infinite factor is infinite too, and not NaN.
+    """
     with np.errstate(invalid="ignore"):
         found = seconds * factors
     return np.where(np.isinf(factors), np.inf, found)
@@ -241,11 +244,11 @@ def _made_and_read(
 def with_gradients(
     graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
 ) -> list[Passed]:
-    """Returns the values of `passed` with `has_gradient` set correctly.
+    """Returns `passed` with `has_gradient` False for values that have no gradient.
 
-    In `passed`, `has_gradient` only says whether a value is floating or complex. A
-    value has a gradient if it is also on a path from the parameters to the loss (the
-    program's first result).
+    `handed` sets `has_gradient` of every floating or complex value to True. A value has
+    a gradient if it is also on a path from the parameters to the loss (the program's
+    first result).
 
     Args:
         graph: the program.

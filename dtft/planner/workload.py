@@ -60,13 +60,14 @@ def arrays_of_experts(
     """Finds the inputs and outputs of expert layers, each with its expert dim.
 
     An expert dim is a batch dim of a matmul whose weights have the dim, too: each index
-    of the dim has weights of its own. Returns a map from the set of dims of each input
-    and output of such matmuls to the expert dim.
+    of the dim (each expert) has weights of its own. Returns a map from the set of dims
+    of each input and output of such matmuls to the expert dim; the weights are left
+    out.
 
-    A mesh axis may divide both examples and experts. The axis then divides these arrays
-    by expert and all other arrays by example. Examples are exchanged (all-to-all)
-    before and after the experts, and each device has the weights of its own experts
-    only.
+    The map is needed if one mesh axis divides both examples and experts. The axis then
+    divides the arrays of the map by expert, and all other activations by example.
+    Examples are exchanged (all-to-all) before and after the experts, and each device
+    has the weights of its own experts only.
 
     Args:
         graph: a traced step or loss.
@@ -411,12 +412,11 @@ class Workload:
 
     @property
     def batch_size(self) -> int:
-        """The number of examples, or of groups of them, that data axes divide.
+        """The number that the product of the sizes of the data axes must divide.
 
-        The product of the sizes of the data axes must divide it. It is the number of
-        examples. If a reshape splits their dim, it is the greatest common divisor of
-        the sizes that the dim has in the program. 0 if no batch leaf has more than one
-        row.
+        It is the number of examples, unless a reshape splits or merges their dim. Then
+        it is the greatest common divisor of the sizes that the dim has in the program.
+        0 if no batch leaf has more than one row.
         """
         dims = (self.graph.dims[dim] for dim in self.batch_dims)
         return math.gcd(*(size for dim in dims for size in dim.sizes))
@@ -546,11 +546,11 @@ class Workload:
         return ShardingAssignment(axes=axes, first=self._first(division))
 
     def _first(self, division: ShardingAssignment) -> Arrays:
-        """Returns the inputs and outputs of the expert layers of `program`.
+        """Returns `ShardingAssignment.first` for `program`, from that for `graph`.
 
-        The map is from the set of an array's dims to its expert dim. It is empty if
-        `division.first`, a map of the same form for `graph`, has none of the inputs and
-        outputs of expert layers.
+        If `division` divides inputs or outputs of expert layers by expert (they are
+        keys of `division.first`), returns those of `program`: a map from the set of an
+        array's dims to its expert dim. Otherwise returns an empty map.
         """
         if division.first.keys().isdisjoint(self.expert_arrays):
             return {}

@@ -107,12 +107,12 @@ def only_run_in(
     flag: str = "log.run_dir",
     mark: str = "",
 ) -> Iterator[None]:
-    """Makes a run directory and locks it against other runs until the body ends.
+    """Locks a run directory against other runs for the time of a `with` block.
 
-    `storage`, the run's storage directory, is made too, and locked by a folder in it,
-    unless it is inside of the run directory. Directories that stay empty, because the
-    run was refused, are removed again. If this process dies, the kernel releases the
-    locks.
+    The directory is made if it does not exist. `storage`, the run's storage directory,
+    is made too, and locked by a folder in it, unless it is inside of the run directory.
+    Directories that are empty at the end, because the run was refused, are removed. If
+    this process dies, the kernel releases the locks.
 
     Args:
         directory: the run directory.
@@ -140,7 +140,9 @@ def only_run_in(
 
 @contextmanager
 def _locked(directory: Path, flag: str, value: Path) -> Iterator[None]:
-    """Makes and locks a directory until the body ends; removes it if it is empty then.
+    """Makes and locks a directory for the time of a `with` block.
+
+    Afterwards the directory is removed if it is empty.
 
     Args:
         directory: the directory.

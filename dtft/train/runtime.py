@@ -21,7 +21,7 @@ Items = dict[str, Any]
 
 
 class Runtime(Protocol):
-    """What the training loop needs from its process.
+    """Interface through which the training loop uses the process that runs it.
 
     Only the training thread calls the methods.
     """
@@ -40,7 +40,8 @@ class Runtime(Protocol):
     def hosts(self) -> Mapping[int, str]:
         """Map from the index of each JAX process with a slot to its host's name.
 
-        Load balancing uses the names to recognize hosts of an earlier start.
+        Load balancing records measured times by these names, so that the job finds its
+        hosts' times after a restart.
         """
         ...
 
@@ -82,7 +83,10 @@ class Runtime(Protocol):
 
     @property
     def stores_its_end(self) -> bool:
-        """Whether storage has the last step when `finish` returns."""
+        """Whether storage has the run's last step as soon as `finish` returns.
+
+        False in a launched job, whose agents write the last step to storage later.
+        """
         ...
 
     def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:

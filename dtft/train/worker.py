@@ -236,9 +236,10 @@ class AgentRuntime:
         return self._rehearsals.step_on(mesh, self._plan)
 
     def compile(self, train_step: Any, batch: Any) -> None:
-        """Compiles a step, unless the program of an equal step can be loaded.
+        """Compiles a step, or loads the program of an equal step for other devices.
 
-        This process must have compiled the equal step, for other devices.
+        An equal step has the same mesh sizes and plan, and was compiled by this process
+        before.
         """
         self._rehearsals.compile(train_step, self._plan, batch)
 
@@ -443,14 +444,18 @@ class AgentRuntime:
             )
 
     def should_stop(self, step: int) -> bool:
-        """Whether `step` has reached the step at which the leader stops all hosts."""
+        """Whether the leader has ordered all hosts to stop at `step` or before."""
         stop_at = self._manager.stop_at()
         return stop_at is not None and step >= stop_at
 
     def finish(
         self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
     ) -> None:
-        """Waits for the newest snapshot's copies; adds measured times to `summary`."""
+        """Waits until the newest snapshot has its copies on other hosts.
+
+        Also adds to `summary` the measured seconds of steps and of snapshots, and the
+        interval of snapshots.
+        """
         del step, state, items
         self._tell_running()
         self._manager.wait_until_finished()
@@ -745,8 +750,9 @@ class TrainerProcess:
     def _take(self, message: dict[str, Any]) -> None:
         """Queues an order of the agent for `serve`; handles other messages at once.
 
-        The order `leave` also discards queued orders and interrupts training. Called on
-        the receiving thread, which holds the dialogue's `condition`.
+        The order `leave` also discards queued orders, interrupts training, ends this
+        process's collectives, and stops compiling ahead. Called on the receiving
+        thread, which holds the dialogue's `condition`.
         """
         op = message["op"]
         if op == "leave":
@@ -859,8 +865,9 @@ class TrainerProcess:
         return self._is_leaving
 
     def _leave(self, order: dict[str, Any]) -> None:
-        """Carries out the order `leave`: frees the slot, and reports this to the agent.
+        """Carries out the order `leave`: gives up the slot, and tells the agent.
 
+        Also unmaps the arena, and frees the arrays of the training that has ended.
         Afterwards this process can start in a slot again.
         """
         if self._runtime is not None:
@@ -874,10 +881,10 @@ class TrainerProcess:
         gc.collect()
 
     def last_words(self, op: str, **fields: Any) -> None:
-        """Sends the messages `ending` and `op` to the agent, which ends this process.
+        """Sends the messages `ending` and `op` to the agent.
 
-        `fields` are the fields of the message `op`. Waits at most `LAST_WORDS_S` for
-        the agent.
+        `fields` are the fields of the message `op`. Then waits for the agent to end
+        this process, at most `LAST_WORDS_S` s, or until the agent is gone.
         """
         with contextlib.suppress(AgentGone):
             self._dialogue.queue("ending")

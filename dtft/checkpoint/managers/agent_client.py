@@ -40,10 +40,10 @@ up to 4 steps at a time."""
 
 @dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """What one save writes: arrays, and JSON values beside the arrays (items).
+    """What one save writes: arrays by leaf path, and JSON values by name (items).
 
-    For an automatic snapshot interval, also has the wall times in seconds of the steps
-    since the last snapshot.
+    Also has the wall times in seconds of the steps since the last snapshot, from which
+    the leader chooses an automatic snapshot interval.
     """
 
     arrays: Mapping[str, jax.Array | np.ndarray]
@@ -218,8 +218,9 @@ class AgentCheckpointManager:
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into memory shared with the agent; agents replicate it.
 
-        A chunk (a part of an array's bytes) is not written if it is the same as in the
-        last two saves. The arrays may be donated when this method has returned.
+        A chunk (a part of an array's bytes) is not written if its digest is the same as
+        in the last two saves. The step then shares the chunk's memory with the last
+        save. The arrays may be donated when this method has returned.
 
         Args:
             step: number of the step.
@@ -454,7 +455,15 @@ class AttachedMemory(AgentCheckpointManager):
             raise
 
     def _take_part(self) -> None:
-        """Waits until the job is formed, and tells the agent that this process runs."""
+        """Waits until all processes have attached, and reports that this one runs.
+
+        The report goes to the agent, which has named the step that can be restored.
+        This step counts as the step saved last until the first save.
+
+        Raises:
+            TimeoutError: some processes did not attach in time.
+            AgentGone: the agent has ended, or has detached this process.
+        """
         try:
             self._dialogue.wait(lambda: self._formed is not None, "the job")
         except TimeoutError as error:
@@ -512,7 +521,11 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def in_memory(self) -> int | None:
-        """The newest committed step if the agents' memory has it, else None."""
+        """The newest committed step, if it is in the agents' memory.
+
+        None if no step is committed. Also None if the newest committed step is the one
+        that could be restored when this process attached, and was only in storage.
+        """
         with self._dialogue.condition:
             step = self._committed
         assert self._formed is not None
@@ -531,7 +544,7 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def is_replicating(self) -> bool:
-        """Whether the step saved last still lacks copies, so it is not safe yet."""
+        """Whether the step saved last is not safe yet: some copies are not verified."""
         with self._dialogue.condition:
             return self._released < self._saved
 
@@ -706,9 +719,9 @@ class AttachedMemory(AgentCheckpointManager):
     def _detach(self) -> None:
         """Closes the link to the agent, and unmaps the memory that is shared with it.
 
-        Before this, `leave` tells the agent that this process leaves. If the agent was
-        not told and the process already had its slot, the agent reports that the
-        process has gone, so that the job's other processes do not wait for it.
+        `leave` sends the agent a message before this call. Without this message, the
+        agent reports that the process has gone, if the process already had its slot.
+        The job's other processes then do not wait for it.
         """
         self._attached.link.close()
         self._dialogue.close()

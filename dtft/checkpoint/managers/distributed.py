@@ -76,6 +76,9 @@ def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
         dim. `leaves` has for each leaf an index into `specs`, or `ELSEWHERE` (-1) if
         the leaf's sharding is not a NamedSharding over devices of all processes.
 
+    In the example, the second leaf has spec 0: dim 0 is undivided, and axis "x" of
+    mesh 0 divides dim 1.
+
     >>> mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
     >>> found = shardings_json([None, NamedSharding(mesh, PartitionSpec(None, "x"))])
     >>> found["leaves"], found["specs"], found["meshes"][0]["names"]
@@ -239,11 +242,14 @@ def _item_placed(
 
 
 def _refuse_lost(record: Record, number: int) -> None:
-    """Raises ValueError if the leaf at `number` in `record.leaves` had a sharding.
+    """Raises ValueError for a leaf that was saved with a sharding, else does nothing.
 
-    Called for leaves whose sharding `shardings_had` could not decode: a leaf that was
-    saved with a sharding then needs devices that this run lacks. Does nothing for a
-    leaf that was saved without a sharding.
+    Called for leaves to which `shardings_had` gives None. If such a leaf was saved with
+    a sharding, this run lacks devices of its mesh.
+
+    Args:
+        record: describes the saved step: its items, leaves and shardings.
+        number: position of the leaf in `record.leaves`.
     """
     raw = record.shardings
     if raw is None or raw["leaves"][number] == ELSEWHERE:
@@ -575,10 +581,10 @@ class JobSteps:
         saved: Layout,
         abstract: dict[str, Any],
     ) -> dict[str, Any]:
-        """Reads the leaves in `abstract` from memory.
+        """Reads the leaves in `abstract` from the agents' memory.
 
-        A process reads only the memory of its own agent if all processes have the
-        slices that their shardings need. Otherwise the agents fetch slices from peers.
+        If every process has saved the slices that its requested shardings need, each
+        reads the memory of its own agent. Otherwise the agents fetch slices from peers.
 
         Args:
             found: where the step is in this host's memory, from
@@ -680,10 +686,11 @@ class JobSteps:
 
     @property
     def _has_saved(self) -> bool:
-        """Whether this run has begun a save, and `AttachedMemory.saved` is a step.
+        """Whether this run has begun a save and there is a step to wait for.
 
-        If the first save failed, that step is the one that could be restored at the
-        start of this run, if any.
+        This step is `AttachedMemory.saved`: the step saved last. If the first save
+        failed, it is the step that could be restored at the start of this run; if there
+        was none, the result is False.
         """
         return self._layout is not None and self._memory.saved is not None
 

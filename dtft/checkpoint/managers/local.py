@@ -108,8 +108,9 @@ class Storing:
         """Queues a step for storage if the step is due, or if `at_once` is True.
 
         A queued step replaces the step that waits in the queue. If the step is not
-        queued, starts an exporter (the process that writes to storage) unless one
-        exists. Called after the step was committed to memory.
+        queued and no exporter (the process that writes to storage) runs, starts one.
+        It is then ready when the interpreter exits: the newest step is written then,
+        but no thread can be started. Called after the step was committed to memory.
 
         Args:
             version: the step in memory.
@@ -319,9 +320,10 @@ class Storing:
         """Waits until no step is being written or waits to be written.
 
         Raises:
-            StorageFailed: a write failed, also an earlier write whose failure was not
-                raised yet; or the wait took longer than `storage_timeout_s` plus
-                `EXPORTER_START_S` (60) seconds per pending write.
+            StorageFailed: a write failed during the wait, or before it without having
+                been raised; or the wait took longer than its limit. The limit is
+                `storage_timeout_s` + `EXPORTER_START_S` (60) seconds, times the number
+                of pending writes.
         """
         self._wait_idle()
         self.check()
@@ -443,8 +445,8 @@ def _short(error: str) -> str:
 class Reader:
     """A reader of steps: from memory, or from storage if memory lacks the step.
 
-    The caller of every method holds the condition of `storing`. A copy in memory with a
-    wrong byte is never returned.
+    The caller of every method holds the condition of `storing`. A step in memory
+    that does not match its digests is never returned.
     """
 
     def __init__(self, versions: Versions, storing: Storing) -> None:
@@ -589,9 +591,11 @@ class LocalSteps:
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step with the best metrics; without `best_fn` the newest step.
+        """Returns the step with the highest score; without `best_fn` the newest step.
 
-        Returns None if there is no step, or if with `best_fn` no step has metrics.
+        A score is the value of `best_fn` for a step's metrics, negated if `best_mode`
+        is "min". Returns None if there is no step, or if with `best_fn` no step has
+        metrics.
         """
         if self._options.best_fn is None:
             return self.newest()

@@ -175,9 +175,11 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step with the best metrics; without `best_fn` the newest step.
+        """Returns the step with the highest score; without `best_fn` the newest step.
 
-        Returns None if there is no step, or if with `best_fn` no step has metrics.
+        A score is the value of `best_fn` for a step's metrics, negated if `best_mode`
+        is "min". Returns None if there is no step, or if with `best_fn` no step has
+        metrics.
         """
         return self._work.best_step()
 
@@ -275,8 +277,9 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             FileNotFoundError: `all_steps()` does not have the step, or is empty.
-            ValueError: `args` does not fit the saved step; the manager is closed; or
-                (`Corrupt`) the only copy of `step` is corrupt.
+            ValueError: the tree, a shape, a dtype or a sharding of `args` does not fit
+                the saved step; the manager is closed; or (`Corrupt`) the only copy of
+                `step` is corrupt.
             RuntimeError: in a job of several processes, this host's copy is corrupt
                 (`CorruptCopy`, `CorruptItems`), the agents could not provide slices
                 for other shardings (`NotBrought`), or the agent has ended or has

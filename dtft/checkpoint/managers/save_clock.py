@@ -1,7 +1,7 @@
 """Measures the cost of saves in one process, to adapt the interval between saves.
 
-A save begins when the arrays to save are computed, and ends when they are saved. The
-time between two saves is the time of the training steps between them. From both times,
+The time of a save begins when the arrays to save are computed, and ends when they are
+saved. The time between two saves is that of the training steps. From these two times,
 `dtft.checkpoint.replication.snapshot_interval` chooses an automatic interval.
 """
 
@@ -23,9 +23,11 @@ from dtft.checkpoint.replication import (
 
 
 class SaveClock:
-    """The interval between saves; an automatic one follows the measured cost of saves.
+    """Decides after which steps a save is due (`cadence`).
 
-    With a fixed interval nothing is measured.
+    An automatic interval is computed anew after each save but the first, from the
+    measured times of saves and training steps. With a fixed interval nothing is
+    measured.
     """
 
     def __init__(

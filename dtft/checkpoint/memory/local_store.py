@@ -265,12 +265,14 @@ class Versions:
         memory: LeafMemory,
         buffers: np.ndarray,
     ) -> Version:
-        """Writes to `buffers` the leaves that may differ from the step written before.
+        """Makes the `Version` of a new step; copies the leaves that may have changed.
 
-        A leaf that changed in the previous step is copied and digested. Any other leaf
-        is first compared with its saved digests or bytes, and copied if it differs. All
+        The previous step is the one written before. A leaf that had changed in the
+        previous step is copied to `buffers` and digested. Any other leaf is first
+        compared with its saved digests or bytes, and copied only if it differs. All
         leaves are copied if the previous step is not in `memory`, or after `distrust`.
-        The result refers to the old buffer of each unchanged leaf.
+        If a leaf has the digests of the previous step, the result refers to the
+        previous step's buffer of this leaf, even if the leaf was copied.
 
         Args:
             step: the step.
@@ -381,10 +383,10 @@ class Versions:
         return self._memories[-1]
 
     def _trim(self) -> None:
-        """Frees unused memory of steps whose leaves had other shapes.
+        """Frees the unused memory for leaf shapes other than those of the last `write`.
 
-        The memory for the leaf shapes seen last stays reserved, because the next steps
-        use it.
+        The memory for the shapes of the last `write` stays reserved, because the next
+        steps use it.
         """
         former = [memory for memory in self._memories[:-1] if not memory.trim()]
         self._memories[:-1] = former

@@ -2,8 +2,8 @@
 
 A chunk is a part of a slice's bytes, and a buffer is memory for one chunk. To stage a
 step is to give it buffers, which the trainer then writes. A step shares the buffers of
-its unchanged chunks with the step before. A pin keeps the bytes of a copy while an
-export to storage reads them, or while a restore writes them. Only `Restoring` is
+its unchanged chunks with the step before. A pin prevents that the memory of a copy is
+reused while an export to storage reads it, or a restore writes it. Only `Restoring` is
 thread-safe.
 """
 
@@ -35,9 +35,9 @@ class Room:
 class _Staging:
     """A step that the trainer is writing into `buffers`.
 
-    `base` is the newest copy, whose unchanged chunks the step may share, or a copy
-    without chunks if no copy can be shared. Until the step is recorded, its buffers and
-    those of `base` are not reused.
+    `base` is the newest copy, whose unchanged chunks the step may share. If there is no
+    copy, or the newest has a corrupt chunk, `base` is a copy without chunks. Until the
+    step is recorded, its buffers and those of `base` are not reused.
     """
 
     base: Copy
@@ -100,7 +100,8 @@ class Owning:
 
         Args:
             step: the step, after its `begin_stage`.
-            digests: digests of each own slice; empty for a slice that was not copied.
+            digests: for each own slice 16 bytes per chunk; b"" for a slice that was not
+                copied.
             items: the JSON values of the step, such as the data position.
             kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
                 the base step, which `begin_stage` returned (`Room.base`), and shares
@@ -196,7 +197,7 @@ class Owning:
 
         Args:
             pin: a number from the method `pin`, which keeps the copy's bytes.
-            digests: slice key to digests, for each fetched slice.
+            digests: slice key to digests (16 bytes per chunk) of each fetched slice.
 
         Raises:
             KeyError: the pin has ended.
@@ -299,7 +300,8 @@ class Owning:
         No other step gets this memory, even if the copy is dropped or replaced.
 
         Returns:
-            The number of a pin that has the memory of these slices, but no digests.
+            The number of the pin, for `unpin`. The pinned copy has the memory of these
+            slices, but no digests.
         """
         mask = self.pool.chunks.mask([self.pool.index[piece] for piece in slices])
         kept = self._nothing()
@@ -369,8 +371,9 @@ class Restoring:
                     self._copy.digests[index] = digests[piece.key]
 
     def keep_memory(self) -> None:
-        """Reserves the memory of the missing slices for good: no other step gets it.
+        """Keeps the memory of the missing slices for good, so no other step gets it.
 
-        Called if a write to this memory may still happen after the `with` block.
+        Called before the `with` block ends, if a write to this memory may still happen
+        afterwards. The memory is then not reused until the whole arena is unmapped.
         """
         self._guard = None

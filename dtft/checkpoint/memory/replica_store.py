@@ -26,11 +26,11 @@ from dtft.checkpoint.state import Chunks, Layout, Parts, Slice
 
 
 class HeldCopies:
-    """A host's copies of its own and its peers' slices. Not thread-safe.
+    """The copies on one host, of its own and its peers' slices. Not thread-safe.
 
-    A host's own slices are those of its slot in the job. Lists the copies that can be
-    sent, the copies with their digests, and the copies that a restore can take from
-    this host.
+    A host's own slices are those of its slot in the job. The methods list the copies
+    and their digests, and the copies that can be sent to peers. `begin_restore` makes a
+    copy of the own slices of a step from copies on this host.
     """
 
     def __init__(self, own: Owning, hosting: Hosting) -> None:
@@ -138,9 +138,10 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Reads and verifies the slices that this host owns and also keeps for a peer.
+        """Verifies the copies from peers that are of slices which this host owns, too.
 
-        Only the copies of `step` that this host keeps for peers are read.
+        A slice can have several owners. Only copies of `step` are read, and only those
+        that this host keeps for peers.
 
         Returns:
             Maps (slice key, digests) to the memory of each slice that matches its
@@ -242,7 +243,8 @@ class ReplicaStore:
 
         Args:
             step: the step, after its `begin_stage`.
-            digests: digests of each own slice; empty for a slice that was not copied.
+            digests: for each own slice 16 bytes per chunk; b"" for a slice that was not
+                copied.
             items: the JSON values of the step, such as the data position.
             kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
                 the base step, which `begin_stage` returned (`Room.base`), and shares
@@ -354,7 +356,9 @@ class ReplicaStore:
             * This host is not to keep copies for `source`.
             * The number of digests is wrong.
             * A copy of the same step and slot is complete; it is never overwritten.
-            * Another connection carries other digests for this step and slot.
+            * Another connection carries other digests for this step and slot. (An
+              unfinished push with other digests that no connection carries is given up
+              instead.)
             * There is no free memory (buffer) for a chunk.
         """
         with self._lock:

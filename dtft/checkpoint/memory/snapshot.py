@@ -139,7 +139,7 @@ def _is_loaded(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
-    """The digests of a step's slices, and which of their chunks did not change.
+    """The digests of a step's slices, and the chunks unchanged since the last snapshot.
 
     A chunk is a part of a slice's bytes; each chunk has its own digest. The trainer
     keeps this object until the next snapshot, which compares the digests of its chunks
@@ -262,7 +262,7 @@ class SnapshotPlan:
     def _views(
         self, ranges: Iterable[Range], arrays: Mapping[str, HostOrDevice]
     ) -> Iterator[list[memoryview]]:
-        """Yields, for each range, a view of each of its parts.
+        """Yields, for each range, a list with one view for each of its parts.
 
         A range is a tuple of parts that one thread copies at a time. A part is a byte
         range of one slice.
@@ -323,8 +323,8 @@ class SnapshotPlan:
             raw: the bytes of the chunks.
             memory: the shared memory, from its start.
             where: the offset in `memory` of the buffer of each chunk.
-            known: digests of the chunks in the last snapshot, and possibly of later
-                chunks; b"" if unknown.
+            known: digests of the chunks in the last snapshot, 16 bytes each; more bytes
+                are ignored. b"" without a last snapshot, or if it lacks the slice.
             calm: whether each chunk is calm.
 
         Returns:
@@ -363,12 +363,13 @@ class SnapshotPlan:
         return here & equal_chunks(new, last)
 
     def copied(self, packed: bytes) -> np.ndarray | None:
-        """Unpacks the agent's flags of the slices that this host copies at a step.
+        """Unpacks the agent's flags: which own slices this host copies at a step.
 
         If several hosts own equal slices, each may copy only some of them.
 
         Returns:
-            [slices] bool. None if `packed` is empty: then all slices are copied.
+            [slices] bool. None if `packed`, a result of `pack_flags`, is b"": then
+            all slices are copied.
         """
         return unpack_flags(packed, len(self.slices)) if packed else None
 

@@ -1,9 +1,9 @@
 """Reads one host's copies again, chunk by chunk, and records corrupt chunks.
 
-An unchanged chunk is kept by reference and never written or sent again. Therefore only
-a load, a fetch, an export or a verification finds a flipped bit in such a chunk. A step
-never shares a chunk with a copy in which a verification found that chunk corrupt: the
-chunk is written or sent again.
+An unchanged chunk stays in its buffer, and is not written or sent again. If a bit in
+the buffer flips, only a read finds this: a load, a fetch, an export or a verification.
+A later step does not share a buffer in which a verification found the chunk corrupt:
+the chunk is written or sent again.
 """
 
 import threading
@@ -24,11 +24,11 @@ in this buffer with this digest."""
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """Result of reading one chunk (part of a slice's bytes) in all buffers of copies.
+    """Result of reading one chunk in every buffer in which a copy has the chunk.
 
-    Copies of several steps share a buffer if the chunk did not change, else they have
-    the chunk in different buffers. A buffer in which the chunk is known to be corrupt
-    is not read.
+    A chunk is a part of a slice's bytes. Copies of several steps share a buffer if the
+    chunk did not change, else they have the chunk in different buffers. A buffer in
+    which the chunk is known to be corrupt is not read.
     """
 
     nbytes: int
@@ -218,7 +218,7 @@ class CopyVerifier:
         return [(step, key) for step in sorted(set(steps))]
 
     def _kept(self, source: int | None, pool: ChunkPool, number: int) -> Kept:
-        """Finds the buffers that copies of several steps use for one chunk.
+        """Finds the buffers in which the copies of all steps have one chunk.
 
         Args:
             source: the slot that sent the copies; None for this host's own slices.
@@ -226,8 +226,8 @@ class CopyVerifier:
             number: number of the chunk in the pool.
 
         Returns:
-            Each buffer in which the chunk is not known to be corrupt, with the digest
-            that was recorded for it, to the steps whose copies use it.
+            Maps (buffer number, recorded digest) to the steps whose copies have the
+            chunk there. Buffers in which the chunk is known to be corrupt are left out.
         """
         (index,) = pool.chunks.owners_of([number])
         start = (number - int(pool.chunks.first[index])) * DIGEST_BYTES

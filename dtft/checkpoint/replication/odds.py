@@ -56,12 +56,12 @@ def gemini_bound(num_hosts: int, copies: int, losses: int) -> float:
     """Computes GEMINI's lower bound of `survival`: 1 - N C(N-m, k-m) / (m C(N, k)).
 
     N is the number of hosts, m the copies of every slice, k the hosts lost at once.
-    Source: GEMINI (SOSP 2023), for N a multiple of m. The bound adds the probabilities
-    of losing each of the N / m groups as if no two groups could be lost together. So
-    the bound is exact for k < 2m, and too low for larger k. If N is not a multiple of
-    m, the remaining hosts and the last group form a ring, and the probabilities of
-    losing each run of m hosts on the ring are added, too. Runs overlap, so the bound is
-    then exact for k <= m only.
+    Source: GEMINI (SOSP 2023), for N a multiple of m. A negative bound is replaced by
+    0. The bound adds the probabilities of losing each of the N / m groups as if no two
+    groups could be lost together. So the bound is exact for k < 2m, and too low for
+    larger k. If N is not a multiple of m, the remaining hosts and the last group form a
+    ring, and the probabilities of losing each run of m hosts on the ring are added,
+    too. Runs overlap, so the bound is then exact for k <= m only.
 
     In the example, each of the 512 groups is lost with probability 5.3e-5.
 

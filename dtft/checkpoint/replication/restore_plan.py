@@ -462,7 +462,7 @@ class RestorePlan:
     """
 
     def own(self, host: str) -> tuple[Region, ...]:
-        """Returns the parts of slices (regions) that a host has itself and needs."""
+        """Returns the needed regions (parts of slices) that are in a host's memory."""
         wanted, rows = self.own_cells, self._own_rows(host)
         return _ordered(
             region
@@ -481,7 +481,7 @@ class RestorePlan:
         return sorted({region.old.key for region in (*self.own(host), *fetched)})
 
     def moves_whole(self, host: str) -> bool:
-        """Whether each slice that a host needs is a committed slice of a single source.
+        """Whether each slice that a host needs equals a committed slice of one source.
 
         The source is the host's own memory or one sender. False if a slice must be put
         together from several slices or senders, or cut out of a larger one.
@@ -617,16 +617,16 @@ def plan_restore(
 def _settled(
     routes: Routes, absent: WantedCells, bundles: Sequence[LeafBundle], grain: int
 ) -> Routes:
-    """Moves the ends of routes (byte ranges with a sender) to where cells can be cut.
+    """Changes routes so that they begin and end only where cells can be cut.
 
-    A cell is the overlap of an old and a new slice, for all leaves of a bundle. A cell
-    can be cut only at some offsets; a piece is the bytes between two neighbouring
-    offsets. If the given routes divide a piece among several senders, one of these
-    senders sends the whole piece instead.
+    A route is a byte range of a cell with its sender. A cell is the overlap of an old
+    and a new slice, for all leaves of a bundle. A cell can be cut only at some offsets;
+    a piece is the bytes between two neighbouring offsets. If the given routes divide a
+    piece among several senders, one of these senders sends the whole piece instead.
 
-    These pieces are assigned one by one, the largest first, each to that one of its
-    senders with the largest deficit. A sender's deficit is the bytes of the pieces so
-    far that the given routes let it send, minus the bytes of the pieces assigned to it.
+    These pieces are assigned one by one, the largest first. Each goes to that one of
+    its senders with the largest deficit: the bytes that the given routes let the sender
+    send of this piece and the pieces before, minus the bytes of the pieces that it got.
 
     Args:
         routes: the byte ranges of all cells in `absent`.
@@ -676,10 +676,10 @@ def _cuts(
     bundles: Sequence[LeafBundle],
     grain: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the offsets, nearest to the starts of routes, at which cells can be cut.
+    """Finds the offsets, nearest to starts of routes, at which cells can be cut.
 
     Args:
-        rows: [n] the rows of `routes`.
+        rows: [n] positions in `routes`; only the starts of these routes are used.
         routes: byte ranges of cells, with a sender each.
         absent: the cells (overlaps of an old and a new slice) of the routes.
         bundles: the groups of leaves to which the cells belong.

@@ -53,7 +53,7 @@ def split_ranges(
     """Splits slices, given by their sizes, into ranges, each for one request.
 
     Every byte of every slice is in one range. A range has at most `range_bytes` bytes,
-    unless it is one larger chunk, and at most `MAX_PARTS` parts.
+    unless it is one larger chunk, and at most `MAX_PARTS` (1024) parts.
 
     Args:
         sizes: size of each slice in bytes.

@@ -202,7 +202,8 @@ class Record:
     def tree(self, name: str, values: Sequence[Any] | Mapping[int, Any]) -> Any:
         """Builds the tree of item `name` as stock Orbax returns it.
 
-        `values[i]` is put in the place of `self.leaves[i]`.
+        `values[i]` is the value of `self.leaves[i]`; only the values of leaves of this
+        item are used.
         """
         return build(self.structures[name], values)
 
@@ -409,7 +410,9 @@ def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
 
 
 def _as_json(what: str, value: Any) -> Any:
-    """Copies a value by a round trip through JSON, as a save to storage would.
+    """Returns the value that storage would return: JSON encoded and decoded again.
+
+    None is returned as None.
 
     Raises:
         ValueError: the value cannot be encoded; the message begins with `what`.

@@ -1,6 +1,6 @@
 """Chooses the slots that write a step to storage, and their mesh.
 
-The decision is a pure function of the layout.
+The choice depends only on the layout (mesh, leaves and config).
 """
 
 from dataclasses import dataclass

@@ -147,7 +147,8 @@ def checkpoints_in(directory: Path | str) -> Path:
 def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
     """Lists the complete steps, ascending, and the directories of unfinished steps.
 
-    The directories are those with Orbax's suffix of unfinished steps, by name, sorted.
+    An unfinished step is a directory whose name has Orbax's suffix for temporary
+    directories. The second list has the names of these directories, sorted.
     """
     found = [_described(directory / str(it)) for it in storage_steps(directory)]
     steps = [it for it in found if it is not None]

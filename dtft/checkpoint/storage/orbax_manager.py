@@ -92,7 +92,8 @@ class OpenedDirectory:
         Orbax reports the first failure while its other threads still write. A thread
         that ends after the directory is available again must not complete the step.
 
-        `generation` is the number of failures when the manager of the save was opened.
+        `generation` is the number of failures of this object at the time when the Orbax
+        manager that writes the step was opened.
 
         Raises:
             StorageMoved: there was a failure since, or the directory was replaced.

@@ -73,7 +73,7 @@ Found = list[tuple[int, Any]]
 
 
 class _Lookup:
-    """A running lookup of one name; all callers that need the name wait for it."""
+    """A running lookup of a host name and port; all callers that need it wait."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

@@ -260,10 +260,11 @@ def _stream(
     """Fetches ranges over one connection until no range of `work` is left to request.
 
     Opens a broken connection again. The unverified ranges of a broken connection return
-    to `work`, where other connections can take them. Gives up in these cases:
+    to `work`, where other connections can take them. After an error of NIXL (RDMA),
+    fetches over TCP. Gives up in these cases:
 
     * The peer refuses connections, lacks a slice, or has a slice of another size.
-    * A read through NIXL (RDMA) was not released, so it may still write to its targets.
+    * A read through NIXL was not released, so it may still write to its targets.
     * The deadline has passed, or the fetch is given up.
     * `TRIES` connections in a row made no progress.
 

@@ -110,10 +110,13 @@ def count(data: bytes | bytearray, limit: int) -> int:
 def _kind(code: int) -> tuple[int, int, int]:
     """Describes the msgpack values whose first byte is `code`.
 
-    Returns:
-        The size in bytes of the length field that follows `code`; the size that `code`
-        itself gives, in values for a list or map, otherwise in bytes; and the number of
-        values per element: 1 for a list, 2 for a map, 0 for any other value.
+    Returns three numbers:
+
+    * The size in bytes of the length field that follows `code`; 0 if there is none.
+    * The length that `code` itself gives, in addition to the length field: the number
+      of keys and elements of a list or map, or the number of bytes of any other value.
+    * What one unit of the length field counts: 1 value for a list, 2 for a map (key and
+      element), 0 for any other value, whose length is in bytes.
     """
     if 0x80 <= code <= 0x8F:
         return 0, 2 * (code & 15), 2

@@ -178,9 +178,9 @@ class FaultInjector(threading.Thread):
                 self._open.pop()[1].end()
 
     def stop(self) -> None:
-        """Cancels the faults that have not happened yet.
+        """Cancels the faults that have not happened yet, and ends the thread soon.
 
-        The thread then no longer undoes faults that are in force.
+        Faults that are in force stay in force (see `undo_mounts`).
         """
         self._cancelled.set()
 
@@ -368,10 +368,13 @@ class FaultInjector(threading.Thread):
         return pair.value.decode()
 
     def _reached(self, fault: Fault, corrupting: Sequence[Fault] = ()) -> bool:
-        """Whether the moment of a fault has come.
+        """Whether a fault may be carried out now: its step and its phase have come.
 
-        `corrupting` are the `corrupt` faults that take effect together with `fault`.
-        False while the job lacks a slot of one of these faults; it may grow later.
+        The phase is the job's activity during which the fault is to happen. A fault of
+        phase `recovery` waits for a recovery, and not for its step. A `fail` waits for
+        the exception that it causes in a trainer. False while the job has too few slots
+        for the slots that the faults name; a `scale` may add slots later. `corrupting`
+        are the `corrupt` faults that take effect together with `fault`.
         """
         slots = [slot for it in (fault, *corrupting) for slot in it.slots]
         if max(slots, default=-1) >= len(self._slots):
@@ -509,8 +512,9 @@ class FaultInjector(threading.Thread):
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
         """Resumes the victims' trainers after a stop-agent or cut of phase `stored`.
 
-        These trainers were suspended until an export had completed. Does nothing for
-        other faults; those that suspend trainers keep them suspended.
+        `_hold_until_stored` suspended these trainers until an export had completed.
+        Does nothing for other faults: `stop-host` and `stop-trainer` suspend the
+        trainers themselves, and no other kind that can be undone hits hosts.
         """
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
             for pid in self._trainer_pids(victims):
@@ -743,7 +747,8 @@ def rate(
     """Computes the steps per second in an interval; None with fewer than two samples.
 
     The interval ends early at the run's last step. Samples of the first `WARM_STEPS`
-    steps are left out. In the examples, a step takes 0.1 s.
+    steps are left out. In the examples a step takes 0.1 s. In the second example the
+    run ends at 99 s, at step 990, so the two later samples are left out.
 
     Args:
         samples: (time in seconds, last finished step), in order of time.

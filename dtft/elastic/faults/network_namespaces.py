@@ -145,10 +145,10 @@ class HostNamespaces:
         return cut
 
     def _apply(self, cut: NetworkCut) -> None:
-        """Sets the interfaces or ARP entries that a cut changes.
+        """Updates the interfaces or ARP entries of the hosts of a cut.
 
-        The new values follow from all cuts in force. Called when `cut` begins and when
-        it is undone.
+        Sets them as all cuts in force require. Called after `cut` was added to these
+        cuts, and after it was removed from them.
         """
         for name in cut.hosts:
             host = self._hosts[name]
@@ -229,16 +229,17 @@ class HostNamespaces:
         self._make_known(host)
 
     def _mac(self, side: int, number: int) -> str:
-        """Returns the hardware address (MAC) for an IP address in one of the networks.
+        """Computes the hardware address (MAC) of the interface with an IP address.
 
-        `side` is 0 for the hosts' network and 1 for the store's. `number` is the last
-        number of the IP address.
+        The address is 02:00, followed by the four numbers of the IP address. `side` is
+        0 for the hosts' network and 1 for the store's. `number` is the last number of
+        the IP address.
         """
         parts = [int(part) for part in self._networks[side].split(".")] + [number]
         return "02:00:" + ":".join(f"{part:02x}" for part in parts)
 
     def _set_neighbours(self, host: HostNamespace) -> None:
-        """Sets a host's ARP entries for all other hosts and the bridges."""
+        """Sets the ARP entries that `host` has for all other hosts and the bridges."""
         others = {it.number for it in self._hosts.values()} - {host.number}
         ends = [(0, number) for number in sorted(others | {_GATEWAY})] + [(1, _GATEWAY)]
         _batch(
@@ -250,7 +251,10 @@ class HostNamespaces:
         )
 
     def _make_known(self, host: HostNamespace) -> None:
-        """Sets the ARP entries for `host` on all other hosts and the bridges."""
+        """Sets the ARP entries that all other hosts and the bridges have for `host`.
+
+        Hosts whose namespace has not been made yet are left out.
+        """
         made = set(_names("netns"))
         for other in self._hosts.values():
             if other is not host and other.name in made:

@@ -2,15 +2,17 @@
 
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
-WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
-``leader`` or ``follower``. ``follower`` is the host with the lowest slot, except the
-leader's host; for a cut of a pair, the two hosts with the lowest slots, except the
-leader's host. For ``scale`` WHOM is a number of replicas. STEP is the training step at
-which the fault is due. An option is a phase (the job's activity during which the fault
-happens), a number of seconds (the fault is undone after them), the reach of a cut
-(which packets are dropped), or ``always`` (a ``fail`` happens at every attempt).
-`RULES` has the options that each kind allows. Without seconds a stop or a cut lasts for
-ever. This module only parses; `injector` carries the faults out.
+WHOM names the victims: a slot, several slots joined by ``+``, or a role. The role
+``leader`` is the host that leads at the moment of the fault. The role ``follower`` is
+the host with the lowest slot that does not lead; for a cut with reach ``pair``, the two
+such hosts with the lowest slots. For ``scale`` WHOM is a number of replicas. STEP is
+the training step at which the fault is due.
+
+An option is a phase (the job's activity during which the fault happens), a number of
+seconds (the fault is undone after them), the reach of a cut (which packets are
+dropped), or ``always`` (a ``fail`` happens at every attempt). `RULES` has the options
+that each kind allows. Without seconds a stop or a cut lasts for ever. This module only
+parses; `injector` carries the faults out.
 """
 
 import re
@@ -175,7 +177,8 @@ class Fault:
         """Whether the fault suspends agents or whole hosts, or cuts hosts off.
 
         True for `stop-agent`, `stop-host`, and `cut` unless its reach is `pair` (a cut
-        between two hosts only). `stop-trainer` suspends no agent, so it is False.
+        between two hosts only). If such a fault lasts for ever, the drill does not wait
+        until the agents of its hosts end.
         """
         held = self.kind in ("stop-agent", "stop-host", "cut")
         return held and self.reach != "pair"

@@ -377,11 +377,12 @@ class Agent:
             self._prove_end(leader, record)
 
     def _prove_end(self, leader: Leader, record: HostRecord) -> None:
-        """Probes the port of a host that has a slot, but is not listed in the store.
+        """Tries to connect to a host that has a slot, but is not listed in the store.
 
-        If the port refuses connections, tells `leader` that the host's agent has ended.
-        Otherwise does nothing: the host may be cut off from the store alone, so the new
-        leader waits for the host to connect.
+        `record` is the host's last record, and `leader` this host's `Leader`. If the
+        port in `record` refuses connections, the host's agent has ended, and `leader`
+        is told so. Otherwise does nothing: the host may be cut off from the store
+        alone, so `leader` waits for the host to connect.
         """
 
         def answered(state: PortState) -> None:
@@ -479,9 +480,11 @@ class Agent:
     def _leader_moved(self, term: int, record: HostRecord) -> None:
         """Follows a leader that another host names; ends this host's own leadership.
 
-        Does nothing while the store answers. Also does nothing if `term`, the number of
-        the leader's term, is not later than the term of this host's last view of the
-        store, or is earlier than the term of a leader that a host has named before.
+        `term` is the number of the named leader's term. Does nothing in these cases:
+
+        * The store answers, so this host's view names the leader.
+        * `term` is not later than the term in this host's last view.
+        * A host has named a leader of a later term before.
         """
         if self._store_up or term <= self._membership.view.term:
             return  # the store's view is as new or newer
@@ -690,13 +693,14 @@ def campaign_delay_s(
 
 
 def unlisted(view: View, seen: Mapping[str, HostRecord]) -> list[HostRecord]:
-    """Returns the records of hosts with a slot that the store does not list any more.
+    """Returns the records of hosts with a slot that are no longer in the store.
 
-    Their agents have ended, or are cut off from the store.
+    The agents of these hosts have ended, or are cut off from the store. [] if no slots
+    are assigned.
 
     Args:
         view: the job's records in the store.
-        seen: maps each host to the last record that the store listed.
+        seen: maps each host that was ever in the store to its last record there.
     """
     if view.assignment is None:
         return []

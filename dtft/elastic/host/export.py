@@ -55,8 +55,8 @@ def save_fields(
     Args:
         step: number of the step.
         memory: path of the arena.
-        buffers: one byte for each chunk of the slot's own slices: which of the chunk's
-            buffers in the arena has this step's bytes, from 0.
+        buffers: one byte for each chunk of the slot's own slices: the index, from 0, of
+            the one of the chunk's buffers in the arena that has this step's bytes.
         digests: the digests of each own slice, 16 bytes per chunk.
         items: the checkpoint's values that are not arrays.
     """
@@ -150,12 +150,13 @@ class HostExports:
         exporter.save(fields, limit_s)
 
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
-        """Returns the running exporter, or a new one if the running one does not fit.
+        """Returns the exporter for an order: the running one, or a new one.
 
-        The running exporter fits if its settings are those of `order`, and the order's
-        `failures` (number of exports that failed or were replaced) has not changed.
-        After a failure every host starts a new exporter, because an old exporter would
-        wait for exporters of other hosts that have ended.
+        The running exporter is used if `order` and `holder` give the same settings as
+        at its start, and the order's `failures` (number of exports that failed or were
+        replaced) has not changed. Otherwise it is ended, and a new one is started. So
+        after a failure every host has a new exporter; an old one would wait for
+        exporters of other hosts that have ended.
         """
         opening = {
             "directory": str(self._config.storage_directory),

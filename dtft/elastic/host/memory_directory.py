@@ -7,9 +7,9 @@ agent's process has ended, also by SIGKILL. So a directory whose lock is free be
 a dead agent, in whichever PID namespace the agent ran. The next agent that this user
 starts on the machine removes the directory.
 
-Starts and sweeps that run at the same time do not race: a new directory is locked
-before it is renamed to its final name, and a sweep locks a directory that has a lock
-file before it renames the directory.
+Agents that start, and sweeps (removals of dead agents' directories), may run at the
+same time: a new directory is locked before it is renamed to its final name, and a sweep
+locks a directory that has a lock file before it renames and removes the directory.
 """
 
 import contextlib

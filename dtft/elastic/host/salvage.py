@@ -9,9 +9,9 @@ hangs, and while slots are being assigned anew.
 A step whose commit the store has recorded can be chosen if the digests of the hosts'
 copies give the commit's root digest (one digest over all slices). A step without a
 recorded commit can be chosen, too, as the store may not have answered at the commit.
-Then only the copies of hosts with the newest assignment of slots that has the step are
-used: they must include all slices, and copies of the same slice must have equal
-digests.
+Then, of the hosts with copies of the step, only those with the newest assignment of
+slots are used. Their copies must include all slices, and copies of the same slice must
+have equal digests.
 """
 
 import contextlib
@@ -158,6 +158,11 @@ def choose(
     corrupt: Collection[str] = (),
 ) -> SalvagedStep:
     """Chooses the newest step whose slices are complete and consistent.
+
+    A step is complete if the hosts have every slice of one layout. It is consistent if
+    the slices' digests give the root digest of the recorded commit. Without a recorded
+    commit it is consistent if all hosts with the newest assignment of slots have equal
+    digests.
 
     Args:
         holdings: the copies on all hosts that answered.

@@ -137,7 +137,7 @@ class AttachedTrainer:
 
 
 class Trainers:
-    """The trainers of one host: an active, a waiting and a member; at most one of each.
+    """The trainers of one host: at most one active, one waiting and one member.
 
     An ident is a number that identifies a trainer (`AttachedTrainer.ident`).
 
@@ -253,7 +253,11 @@ class Trainers:
 
     @property
     def waiting(self) -> int:
-        """Ident of a trainer that can be given a slot at once; 0 for none."""
+        """Ident of the waiting trainer; 0 for none.
+
+        A user's process that has a slot, but was not yet sent a restorable step
+        (`formed`), counts as waiting.
+        """
         with self._lock:
             found = self._next
             return found.ident if found else 0
@@ -514,8 +518,9 @@ class Trainers:
     def share(self, keys: Mapping[str, str]) -> None:
         """Passes entries of other hosts' coordination services to this host's trainer.
 
-        `keys` maps the name of each entry to its value. Does nothing if this host has
-        no active trainer, or if the user started it.
+        `keys` maps the name of each key-value entry to its value. By these entries JAX
+        processes find each other. Does nothing if this host has no active trainer, or
+        if the user started it.
         """
         with self._lock:
             if self._trainer is not None and self._trainer.process is not None:
@@ -664,9 +669,10 @@ class Trainers:
                 self._tell("standby_exit", code)
 
     def exited(self, ident: int) -> bool:
-        """Returns whether the ended trainer `ident` had this host's slot.
+        """Records a trainer's end; returns whether the trainer had this host's slot.
 
-        After True no trainer has the slot, so a second call returns False.
+        `ident` identifies the ended trainer. If it had the slot, no trainer has the
+        slot afterwards, so a second call returns False.
         """
         with self._lock:
             was_active = self.is_active(ident)
@@ -771,8 +777,9 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 
     `order` is the leader's `prepare` order, with which this host takes its slot.
 
-    `items` are the commit's items (no arrays) for a restore from memory. For a restore
-    from storage, `storage_step` is the step, and the trainer reads the items itself.
+    Among the fields, `items` are the commit's items (values that are not arrays) for a
+    restore from memory. `storage_step` is the step to restore from storage, from which
+    the trainer then also reads the items; None if the restore is not from storage.
     """
     return {
         "slot": order["slot"],

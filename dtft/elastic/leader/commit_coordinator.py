@@ -31,10 +31,9 @@ class Intervals:
     """The number of steps from one snapshot to the next, in one formation of the job.
 
     A formation is an assignment of hosts to slots. With `config.automatic` the interval
-    is chosen from the trainers' measurements. A change takes effect after the next
-    boundary (a step after which every trainer takes a snapshot). Trainers get the
-    change in the `release` message of the boundary before, so no trainer passes the
-    next boundary without the change.
+    is chosen from the times that trainers measure, at every snapshot. A new interval
+    applies from the next boundary on: the step of the next snapshot. Trainers get it in
+    the `release` message of the boundary before, so that all of them know it in time.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -53,13 +52,14 @@ class Intervals:
         the new interval); empty before a change."""
 
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
-        """Sets `reach`, the largest number of steps until the next snapshot.
+        """Sets `reach`: after at most how many steps the first snapshot is taken.
 
         Called once for a formation; later `concluded` sets `reach`. The value is:
 
         * the config's interval, if training begins from the initial state;
-        * the interval in the restored commit, if the state was restored from memory;
-        * else `cadence.period`, the longest interval.
+        * the interval recorded in the restored commit, if the state was restored from
+          memory;
+        * else `cadence.period`, which no interval exceeds.
 
         Args:
             assignment: the assignment of hosts to slots, with the source of the state.
@@ -88,9 +88,10 @@ class Intervals:
             self._windows.setdefault(step, []).append(Window(**window))  # type: ignore[arg-type]
 
     def concluded(self, step: int) -> tuple[int, int]:
-        """Chooses the next interval, once a step's snapshots and copies are complete.
+        """Chooses the next interval from the measurements in the reports of `step`.
 
-        Without `config.automatic`, or without measurements, the interval stays.
+        Called once all snapshots and copies of the step are complete. The interval
+        stays without `config.automatic`, and without measurements.
 
         Returns:
             The interval in force after `step`, and the step of the next snapshot. A
@@ -144,12 +145,12 @@ class Intervals:
 
 
 def _slowest(windows: Sequence[Window]) -> Window:
-    """Returns the measurements of the slowest host, for which the other hosts wait.
+    """Returns the measurements of the slowest trainer, for which the others wait.
 
-    `windows` has the measurements of all hosts between the same two snapshots. The
-    slowest host is the one whose replication ran during the most steps, so that it has
-    the fewest steps without replication. Of hosts with equally many, it is the one
-    whose snapshot blocked training longest.
+    `windows` has the measurements of each trainer between the same two snapshots. The
+    slowest trainer is the one with the fewest steps after the end of its replication
+    (`quiet_steps`). Of trainers with equally many, it is the one whose snapshot blocked
+    training longest.
     """
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
 
@@ -239,7 +240,7 @@ class CommitCoordinator:
     ) -> None:
         """Handles a slot's report that its snapshot of a step is in host memory.
 
-        Ignores steps that are committed already.
+        Ignores every step up to the newest committed one.
 
         Args:
             slot: the trainer's slot.
@@ -265,7 +266,7 @@ class CommitCoordinator:
     def held(self, step: int, source: int, target: int, root: str) -> None:
         """Handles the report that slot `target` holds a copy of slot `source`'s slices.
 
-        Ignores steps that are committed already.
+        Ignores every step up to the newest committed one.
 
         Raises:
             Mislabelled: `root`, one digest over the copied slices, differs from that of
@@ -319,7 +320,7 @@ class CommitCoordinator:
     def delayed(self, commit: Commit) -> None:
         """Lets the trainers go on although the store has not recorded a commit in time.
 
-        The `release` message, after which a trainer goes on, contains the commit. So a
+        Sends `release` to the host of every slot. The message contains the commit, so a
         later leader can learn the commit from the hosts.
         """
         self._passed = max(self._passed, commit.step)
@@ -369,7 +370,7 @@ class CommitCoordinator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether hosts have reported some snapshots or copies of a step, not all."""
+        """Whether some but not all snapshots and copies of a step are reported."""
         return bool(self._trackers)
 
     @property
@@ -391,9 +392,10 @@ class CommitCoordinator:
 
         Of hosts with the same slices, only one writes. Orders nothing in these cases:
 
-        * An export is in progress, or some slice is on no host.
-        * Trainers went on after a later step whose commit was delayed (`delayed`). The
-          hosts may then have dropped the copies of `step`.
+        * An export is in progress.
+        * No host holds some slice of the step.
+        * Trainers have gone on after a later step that the store had not recorded in
+          time (`delayed`). The hosts may then have dropped the copies of `step`.
         """
         if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))
@@ -420,7 +422,8 @@ class CommitCoordinator:
         """Returns which slices of a step each host has copied at the snapshot.
 
         Returns:
-            Host -> slice key -> digest; None if every host has all slices of its slot.
+            Host -> slice key -> digest. None if every host has all slices of its slot:
+            in a job without `share="divided"`, and for the restored step.
         """
         tracker = self._complete.get(step)
         if tracker is None:
@@ -486,16 +489,17 @@ class CommitCoordinator:
     def export_answer(
         self, host: str, step: int, ok: bool, attempt: int | None = None
     ) -> bool | None:
-        """Handles the outcome of one host's part of an export.
+        """Handles one host's answer to the order to write its slices of an export.
 
-        Returns True if every host has written its part, and False if this host failed.
-        Returns None while other hosts still write, and for an answer to an earlier
-        order.
+        Returns:
+            True once every host has written; False if this host has failed, which ends
+            the export. None while other hosts still write, and for an answer to an
+            earlier order.
 
         Args:
             host: the answering host.
             step: the exported step.
-            ok: whether the host has written its part.
+            ok: whether the host has written its slices.
             attempt: the field `failures` of the order that the host answers (the number
                 of exports that had failed or were replaced before it). None: the answer
                 is to the newest order.

@@ -63,10 +63,12 @@ class Draining:
     def asked(self, host: str, answer: Answer) -> None:
         """Handles a request that a host leaves the job.
 
-        Answers at once if the request is refused, or if the host is connected, has no
-        slot and does not lead. Otherwise answers once a step is committed without the
-        host, or once the host has to stay. If the leading host stops leading before
-        that, `close` answers. `answer` sends the reply to the requester.
+        Refuses the request, at once, if the job has no such host, does not train now,
+        or cannot train without the host. Answers at once if the host is connected, has
+        no slot and does not lead: its agent is told to end. Otherwise answers once a
+        step is committed without the host, or once the host has to stay. If the leading
+        host stops leading before that, `close` answers. `answer` sends the reply to the
+        requester.
         """
         rendezvous, there = self._rendezvous, host in self._registry.records
         known = self._departures.get(host)
@@ -90,11 +92,14 @@ class Draining:
     def leaves(self, host: str) -> None:
         """Handles a registered host whose agent is to end (`HostRecord.leaving`).
 
-        The host gets no slot any more. While the job trains, the agent is told to end
-        at once if the host has no slot and does not lead, or if the job cannot train
-        without it. Otherwise `committed` tells the agent to end, once the job has been
-        formed without the host. While the leader decides which host gets which slot,
-        the departure only becomes one of the reasons for the new formation.
+        The host gets no slot any more.
+
+        * While the job trains, the agent is told to end at once if the host has no slot
+          and does not lead, or if the job cannot train without it. Otherwise `due`
+          makes the job re-form at the next commit, and `committed` tells the agent to
+          end.
+        * While the leader decides which host gets which slot, the departure is added to
+          the printed reasons for the new formation.
         """
         rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
         if is_new:
@@ -154,7 +159,11 @@ class Draining:
         return host in self._rendezvous.slot_of or host == self._config.host
 
     def _can_train(self, hosts: int) -> bool:
-        """Whether `hosts` hosts suffice for the job or for an allowed smaller size."""
+        """Whether `hosts` hosts are enough for the number of slots chosen for them.
+
+        `JobSizes.choose` chooses the number: that of the job, or an allowed smaller
+        one.
+        """
         coordinator = self._rendezvous.coordinator
         layout = coordinator.layout if coordinator is not None else None
         return self._sizes.choose(hosts, layout) <= hosts
@@ -184,9 +193,10 @@ class Draining:
     def tick(self) -> None:
         """Lets drained hosts stay while the job waits for hosts; called periodically.
 
-        Gives one drained host after the other back to the job until the job no longer
-        waits. A host that was told to end, or whose agent is to end
-        (`HostRecord.leaving`), cannot stay.
+        Cancels one drain after the other until the job no longer waits: the host may
+        have a slot again, and the requests to drain it get an error. Does not cancel
+        the drain of a host that was told to end, or whose agent is to end
+        (`HostRecord.leaving`).
         """
         rendezvous, records = self._rendezvous, self._registry.records
         for host, departure in list(self._departures.items()):

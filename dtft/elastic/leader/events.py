@@ -108,7 +108,8 @@ class Journal:
     def close(self, limit_s: float = HANGS_S) -> None:
         """Waits until events are written and lines printed, at most `limit_s` seconds.
 
-        Does not wait until events whose write has failed are written.
+        Events count as written once their write has been tried: if it has failed, they
+        stay in memory, and this call does not wait for another try.
         """
         with self._changed:
             self._changed.wait_for(

@@ -47,9 +47,9 @@ class ExportRequests:
         """Answers the requests that wait for `step` or an earlier step to be exported.
 
         Args:
-            step: the step whose export has ended; the reply if `ok`.
-            ok: whether the step was written.
-            error: the reply if not `ok`.
+            step: the step whose export has ended.
+            ok: whether the step was written; the reply then has the step.
+            error: why it was not written; the reply has this text if not `ok`.
         """
         reply = {"step": step} if ok else {"error": error}
         for committed, answer in self._waiting:
@@ -159,8 +159,9 @@ class StorageExports:
         """Handles the end of an export: logs it and answers the waiting requesters.
 
         Args:
-            host: the host that answered last, or failed first; for an export past its
-                deadline, the names of the hosts that have not answered.
+            host: the host whose answer ended the export: the one that failed, or the
+                last one that succeeded. For an export past its deadline, the names of
+                the hosts that have not answered, separated by commas.
             step: the exported step.
             ok: whether the whole step was written.
             error: the error; "" without one.

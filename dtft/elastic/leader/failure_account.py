@@ -69,9 +69,10 @@ class FailureAccount:
 
     @property
     def may_be_a_cut(self) -> bool:
-        """Whether a network cut between two hosts would explain the attempt's failures.
+        """Whether a network cut between two hosts may explain the attempt's failures.
 
-        Judged by the root cause of the failures. False without failures.
+        True if a cut would explain their root cause (`Failure.may_be_a_cut`). False
+        without failures.
         """
         found = cause(self._failures)
         return found is not None and found.may_be_a_cut

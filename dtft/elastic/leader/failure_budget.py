@@ -90,9 +90,11 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the end of another host's trainer explains this failure.
+        """Whether this failure follows from the end of another process.
 
-        True for an exception of a broken collective, and for an abort by JAX.
+        True for the exception of a collective whose peer has gone, for a trainer whose
+        own agent has ended (`is_broken_collective`), and for a trainer that JAX has
+        aborted (SIGABRT).
         """
         if self.kind == "exit":
             return self.code == ABORT
@@ -105,7 +107,11 @@ class Failure:
 
     @property
     def may_be_a_cut(self) -> bool:
-        """Whether a network cut between two hosts would explain this failure."""
+        """Whether a network cut between two hosts would explain this failure.
+
+        True for a `TimeoutError`, a trainer that is stuck or did not start in time, a
+        host that could not restore, and a consequence (`is_consequence`).
+        """
         if self.kind == "exception" and self.type_name == "TimeoutError":
             return True
         return self.kind in ("stuck", "late", "restore") or self.is_consequence
@@ -276,7 +282,10 @@ class FailureBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How a failed attempt to train was started, and whether it trained."""
+    """What a failed attempt to train had restored, and whether every slot trained.
+
+    An attempt begins with an assignment of hosts to slots.
+    """
 
     step: int
     """The restored step."""
@@ -322,10 +331,10 @@ def judge(
     Only the root cause of the failures (`cause`) is counted.
 
     * An exception, or an exit not caused by SIGKILL or SIGTERM, ends the job when it
-      has occurred `allowed` times with no commit beyond its step in between. Two
-      failures, on any hosts, count as the same if they have the same type and also the
-      same step or the same message (apart from numbers). Consequences of another
-      failure and corrupt copies are not counted here.
+      has occurred `allowed` times. A commit of a step beyond the step of the failure
+      starts the count again. Two failures, on any hosts, count as the same if they have
+      the same type and either the same step or the same message (apart from numbers).
+      Consequences of another failure and corrupt copies are not counted here.
     * `FRUITLESS` attempts in a row without a new highest commit end the job, whatever
       their causes are.
     * A commit is quarantined (no longer restored from memory) after `RESTORE_FAILURES`
@@ -341,7 +350,7 @@ def judge(
         budget: the budget before the attempt.
         failures: all failures of the attempt, in order of their reports. If empty,
             nothing is counted, and the attempt is repeated at once.
-        attempt: the start of the attempt.
+        attempt: what the attempt had restored, and whether every slot trained.
         now: the time in seconds on any clock; `RetryDecision.not_before` is on the same
             clock.
         allowed: number of occurrences of one exception or exit code that ends the job.
@@ -395,14 +404,18 @@ def _restore_counted(
 ) -> tuple[FailureBudget, bool]:
     """Counts a failed restore of a commit; ignores other failures.
 
+    A restore has failed if the attempt restored a commit from memory, never trained on
+    every slot, and failed in a way for which the restored copies may be the cause
+    (`_blames_commit`).
+
     Args:
         budget: the budget before the attempt.
         found: the root cause of the attempt's failures.
-        attempt: the start of the attempt.
+        attempt: what the attempt had restored, and whether every slot trained.
 
     Returns:
-        The new budget, and whether the commit is quarantined from now on: no longer
-        restored from memory.
+        The new budget, and whether this failure has quarantined the commit: it is no
+        longer restored from memory.
     """
     if attempt.has_trained or not attempt.is_commit or not _blames_commit(found):
         return budget, False
@@ -417,7 +430,7 @@ def _restore_counted(
 
 
 def _blames_commit(found: Failure) -> bool:
-    """Whether a corrupt or wrong restored copy may have caused a failure.
+    """Whether the bytes of the restored copies may have caused a failure.
 
     True if a host could not restore, or if a trainer failed during the restore or in an
     unknown phase. False for kills and for consequences of other failures.
@@ -432,9 +445,11 @@ def _blames_commit(found: Failure) -> bool:
 def _recurring_counted(
     budget: FailureBudget, found: Failure
 ) -> tuple[FailureBudget, int]:
-    """Counts an exception or an exit of a trainer that may occur again.
+    """Counts how often one exception or exit of trainers has occurred.
 
-    `found` is the root cause of an attempt's failures.
+    Args:
+        budget: the budget before the attempt.
+        found: the root cause of the attempt's failures.
 
     Returns:
         The new budget, and how often this failure has occurred. The number is 0 for

@@ -1,12 +1,14 @@
 """The leader's registry of connected hosts, and its reactions when hosts join or leave.
 
-A host is present while its link (connection to the leader) is open. A host whose link
-has ended stays registered for one lease and is lost after that. A host whose link was
-silent, or whose port refuses connections, is lost at once. A lost host that reconnects
-is registered like any other. A host that does not report its copies in time gets no
-slot until it reports them. A lease lasts `timeouts.lease` seconds. To form the job is
-to assign hosts to slots and to restore the state; `seat_policy` decides which host gets
-which slot.
+A host is connected while its link (its connection to the leader) is open. When the link
+ends, the host stays registered for one lease (`timeouts.lease` seconds), in which it
+may reconnect; after that it is lost. A host is lost at once if it sent nothing on an
+open link for a lease, or if its port refuses connections. A lost host that reconnects
+is registered like any other.
+
+A host that does not report its copies in time gets no slot until it reports them. To
+form the job is to assign hosts to slots and to restore the state; `seat_policy` decides
+which host gets which slot.
 """
 
 from collections.abc import Collection, Mapping
@@ -48,8 +50,8 @@ class HostRegistry:
 
         Args:
             now: the time in seconds.
-            grace_s: seconds for which hosts that the store lists may still be
-                connecting.
+            grace_s: seconds from `now` for which the leader waits for hosts that the
+                store lists but that have not connected yet.
             former: for each host with a slot in the last assignment, its incarnation
                 then: an id that names the agent process.
         """
@@ -90,11 +92,11 @@ class HostRegistry:
         return dict(self._records)
 
     def connect(self, record: HostRecord) -> bool:
-        """Registers a connected host, or a newer record of one.
+        """Registers a host that has connected, or a newer record of a connected host.
 
         Returns:
-            False if the same agent process is connected already and only its record is
-            newer; otherwise True.
+            Whether the host was not connected before, or with another agent process.
+            False if only its record is newer.
         """
         old = self._records.get(record.host)
         self._records[record.host] = record
@@ -183,13 +185,13 @@ class HostRegistry:
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
-        """Returns the hosts that the leader should now ask for a report again.
+        """Returns the connected hosts that are now to be checked for a slot again.
 
-        These are connected hosts that can have no slot, because they reported so or did
-        not report their copies, and whose pause is over. The pause of a host doubles
-        with every call that returns it, up to `LONGEST_ASK_S`, because some hosts can
-        never have a slot. A host's first pause starts at the first call in which it can
-        have no slot.
+        Only hosts that can have no slot are checked: they have reported so, or did not
+        report their copies in time. A host is due when the pause since its last check
+        is over. The first pause takes `FIRST_ASK_S` seconds and begins with the first
+        call after the host became such a host. Every check doubles the pause, up to
+        `LONGEST_ASK_S`, because some hosts can never have a slot.
         """
         found = []
         for host in [*self.unfit, *self._silent]:
@@ -218,9 +220,12 @@ class HostRegistry:
     ) -> bool:
         """Whether one host must report its copies before hosts are assigned to slots.
 
-        True for hosts that are connected, whose link ended less than a lease ago, or
-        that may still be connecting. False for hosts that did not report in time before
-        (`leave_out`).
+        True for these hosts, unless they did not report in time before (`leave_out`):
+
+        * a host that is connected, or whose link ended less than a lease ago;
+        * a host that has not connected to this leader and is not known to have ended:
+          for `grace_s` seconds if the store lists it, and for `STRAY_S` seconds if it
+          has a slot in the last assignment.
 
         Args:
             host: the host.
@@ -297,11 +302,14 @@ class HostMonitor:
 
         The job had a leader if the store has an assignment of hosts to slots, or has
         lost its data. A new job is not formed here, but later, when enough hosts have
-        connected. People are told the reason: that the store has lost its data, that
-        hosts with a slot in the assignment are no longer in the store, or else that
-        this host leads now. Hosts that are not in the store may be alive, because a
-        lease also runs out while the store does not answer. Hosts with a slot that are
-        to leave the job (a drained leader, for example) are a further reason.
+        connected.
+
+        The printed reason is the loss of those hosts with a slot that the store no
+        longer lists; without such hosts, it is that this host leads now. Hosts with a
+        slot that are to leave the job (a drained leader, for example) are a further
+        reason. Without an assignment the reason is that the store has lost its data.
+        Hosts that the store does not list may be alive, because a lease also runs out
+        while the store does not answer.
         """
         view = self._records.view
         if (old := view.assignment) is not None:
@@ -328,14 +336,17 @@ class HostMonitor:
     def connected(self, record: HostRecord) -> None:
         """Handles a host that has connected, or a newer record of a connected host.
 
-        A newer record is only stored. For a host that has connected:
+        A newer record is only stored. For a host that has connected, the first of these
+        applies:
 
         * While the leader decides which host gets which slot, the host is asked for its
           copies.
-        * If the host has a slot, the job is formed anew.
-        * If all slots have hosts, the host becomes a spare.
-        * If the job waits for hosts or has not begun, it is formed if the hosts now
-          suffice. `tick` does this in a served job (whose processes the user starts).
+        * If the host has a slot, the job is formed anew: messages to the host were
+          lost.
+        * If the job neither waits for hosts nor has yet to begin, the host becomes a
+          spare.
+        * Otherwise the job is formed if the hosts now suffice. In a served job (whose
+          processes the user starts), `tick` does this.
         """
         was_there = self._registry.same_process(record)
         if not self._registry.connect(record):

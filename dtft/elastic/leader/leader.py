@@ -315,14 +315,14 @@ class Leader:
         self._shutdown.fail(decision.message, self._error_code)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
-        """Records a trainer's progress; restarts a deadline in two cases.
+        """Records a trainer's progress report; restarts a deadline in two cases.
 
-        * The job trains, and this trainer evaluates or compiles: the deadline for the
-          next snapshot.
+        * All slots train, and this trainer evaluates or compiles, so it takes no
+          snapshot: the deadline for the next snapshot.
         * Some trainer has not finished a step since the job was formed, and this
-          trainer evaluates: the deadline for the start. A job that was formed anew at
-          its last step has no step left. Its trainers report `running` only after the
-          evaluation, each batch of which has a limit of its own.
+          trainer evaluates: the deadline for the start. A job that is formed anew after
+          its last step only evaluates, and its trainers report `running` after that.
+          Each batch of the evaluation has a limit of its own.
         """
         self._progress[host] = self._loop.now(), JobProgress(**told)
         rendezvous = self._rendezvous
@@ -439,10 +439,12 @@ class Leader:
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
-        """Logs that every slot trains.
+        """Handles the moment at which every slot trains: logs it.
 
-        After a recovery, prints the recovery's cost, answers the requests to scale, and
-        adds the cost to the later replies about drained hosts.
+        After a recovery, prints the times and bytes that it took (`RecoveryReport`),
+        answers the requests to scale, and adds these values to the later replies about
+        drained hosts. At the start of a job, prints a warning if the job cannot shrink
+        to `--min-replicas`.
         """
         if assignment.rung is None:
             self._journal.event("started", step=assignment.step)

@@ -1,10 +1,10 @@
 """Re-replication: restores the number of copies after a recovery.
 
 After a restore from memory, the slices that a lost host kept for others have too few
-copies. `re_replication_of` computes which slot pushes (sends) which slices again.
-`ReReplication` collects the reports of received pushes. The targets are those of the
-copy placement, because hosts have allocated no memory for other slices. `ReReplicator`
-orders the pushes; it forgets them when the job is formed anew.
+copies. `re_replication_of` computes which slot pushes (sends) which slices again. A
+slot gets only the slices that the copy placement gives it, because its host has
+allocated memory for no others. `ReReplication` collects the reports of received pushes.
+`ReReplicator` orders the pushes; it forgets them when the job is formed anew.
 """
 
 import functools
@@ -123,8 +123,9 @@ def re_replication_of(
 ) -> ReReplication:
     """Computes which pushes make the missing copies of a restored step.
 
-    A push is the slices that one slot sends to another. Assumes that every slot has its
-    own slices again.
+    A push is the slices that one slot sends to another. A push of the placement is sent
+    again, with all its slices, if its target lacks one of them. Assumes that every slot
+    has its own slices again.
 
     Args:
         step: the restored step.
@@ -272,9 +273,8 @@ class ReReplicator:
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
     """Maps the key of each slice of the restored state to the slice's digest.
 
-    This is the digest that a host computed after the restore. Hosts compute digests
-    only after the number of slots has changed. For a slice without such a digest, it is
-    the digest in the commit.
+    Takes the digest that a host has computed after the restore; without one, the digest
+    in the commit. Hosts compute digests only after a change of the number of slots.
 
     Args:
         round_: the attempt to form the job, with the hosts' reports of the restore.

@@ -112,10 +112,10 @@ class Records:
         recorded because it did not answer the leader. Every slice of such a commit had
         all its copies.
 
-        A commit is newer if its step is higher than that of the newest known commit.
-        But a commit is not added if its assignment of hosts to slots is older than the
-        assignment of the newest known commit. Training has then been restored from an
-        earlier step.
+        A commit is added if its step is higher than that of the newest known commit,
+        and its assignment of hosts to slots is not older. An older assignment means
+        that training was restored from an earlier step since then. Without a known
+        commit, all are added.
 
         Args:
             commits: the reported commits.

@@ -25,7 +25,7 @@ from dtft.elastic.assignment import REPLICA_AXIS, Source, resized
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryDecision:
-    """The step to restore, its source, and why newer commits are passed over."""
+    """The step to restore, its source, and why newer commits cannot be restored."""
 
     rung: int
     """Where the state was found: 1 in each host's own memory, 2 also in peers' memory,
@@ -179,7 +179,10 @@ def layout_on(layout: Layout, num_slots: int) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """The cost of one recovery, for `dtft drill --json` and the printed line."""
+    """Times, bytes and processes of one recovery, and what was restored.
+
+    Used for `dtft drill --json` and for the printed line. Times are in seconds.
+    """
 
     fault: str
     generation: int
@@ -309,6 +312,9 @@ def regions_to(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> list[dict]:
     """Lists the parts of old slices that make up one host's new slices, by sender.
+
+    Old slices are those of the restored step, with the layout at its commit; new slices
+    are those of the layout in which the job continues.
 
     Args:
         plan: the transfers of the whole restore.

@@ -320,7 +320,8 @@ class Rendezvous:
             True at once in these cases, in which nothing is compiled ahead:
 
             * The processes cannot compile ahead (`_can_rehearse`).
-            * A host that would get a slot has no process among the JAX processes.
+            * There are fewer hosts than slots, or a host that would get a slot has no
+              process among the JAX processes.
             * The job has a plan of the planner, which is valid for one number of slots.
         """
         round_, old, now = self.current, self.assignment, self._loop.now()
@@ -542,7 +543,11 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """Returns which of `hosts` get no slot, so that all others reach each other."""
+        """Returns which of `hosts` get no slot, so that all others reach each other.
+
+        `hosts` are the hosts that could have a slot. The result follows from the pairs
+        of hosts that are known not to reach each other (`Reachability.apart`).
+        """
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
@@ -565,15 +570,19 @@ class Rendezvous:
         return bool(late)
 
     def _may_go_on(self, round_: Round) -> bool:
-        """Judges the failures of the last attempt to train, once per attempt.
+        """Decides from the last attempt's failures whether slots may be assigned now.
+
+        Decides once in a round. If the failures allow another attempt, it may begin
+        only after a pause.
 
         Args:
             round_: the current attempt to form the job.
 
         Returns:
-            Whether hosts may be assigned to slots now; False if the job ends or a pause
-            begins. The failures do not end the job if a network cut between hosts with
-            slots was just found.
+            False if the job ends or the pause begins. True if no pause is needed, in a
+            served job (whose processes the user starts), and if this round has decided
+            already. Failures that would end the job do not end it if the hosts' reports
+            show a new network cut between hosts with slots.
         """
         if self._end is None and (
             self._judged == round_.ballot or not self._seats.ends_by_itself
@@ -846,10 +855,12 @@ class Rendezvous:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Waits for storage that does not answer, cannot be listed or lost its steps.
+        """Waits `STORAGE_PAUSE_S` seconds, after which storage is listed again.
 
-        The job must not start again from the initial state without the user's request.
-        `reasons` says why newer steps cannot be restored from memory.
+        Called if storage may hold a step to restore, but does not answer, cannot be
+        listed, or no longer shows the steps that it had. The job must not start again
+        from the initial state without the user's request. `reasons` says why newer
+        steps cannot be restored from memory.
         """
         if not self._storage_missed:
             self._storage_missed = True
@@ -931,7 +942,8 @@ class Rendezvous:
     def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
         """Creates the commit coordinator, which commits the steps of an assignment.
 
-        Also orders spare hosts to allocate memory for a slot (`expect`).
+        Also prints a warning if the copies are in too few failure domains, and orders
+        spare hosts to allocate memory for a slot (`expect`).
 
         Args:
             layout: the layout of the state (mesh and leaves).
@@ -966,10 +978,10 @@ class Rendezvous:
     def refused(self, layout: Layout, others: Collection[str]) -> None:
         """Handles the report that a host has not enough memory for a slot.
 
-        If no trainer has announced a layout yet, orders the hosts in `others` to
-        allocate memory for a slot. The order tells these hosts how much memory a slot
-        needs. They may not learn it from their own trainers, because the report may
-        re-form the job, which stops all trainers.
+        Keeps the layout, from which the memory that a slot needs is computed. If no
+        trainer has announced a layout yet, orders the hosts in `others` to allocate
+        memory for a slot. Their own trainers may not tell them the layout any more,
+        because the report may re-form the job, which stops all trainers.
 
         Args:
             layout: the layout of the state (mesh and leaves) that did not fit.

@@ -469,7 +469,8 @@ def _why_restarted(hosts: Collection[str], world: WorldPlan) -> str:
 def _restarted(round_: Round, assignment: SlotAssignment, world: WorldPlan) -> int:
     """Counts the processes that were started so that the job trains again.
 
-    These are trainers, and JAX's coordination service if one serves all of them.
+    These are trainers. If one host runs JAX's coordination service for all trainers,
+    the service counts as one more, even if it was kept.
 
     Args:
         round_: the attempt to form the job, in which hosts reported kept processes.

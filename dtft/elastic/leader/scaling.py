@@ -123,9 +123,9 @@ class Scaling:
         `answer` sends the reply:
 
         * at once, if the request is refused or the job has this number already;
-        * in `trained`, once the job trains with this number, or with another number
-          that it keeps;
-        * at a later request for another number;
+        * in `trained`, once every slot trains with this number; or, with an error, once
+          the job trains with another number that it will keep;
+        * with an error, at a later request for another number;
         * in `close`, if this host stops leading before that.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
@@ -156,7 +156,10 @@ class Scaling:
             )
 
     def _overrule(self, size: WantedSize) -> None:
-        """Answers the waiting requests for another number of slots than `size`."""
+        """Answers the waiting requests for another number of slots with an error.
+
+        `size` is the newest request, which replaces them.
+        """
         for one in [it for it in self._waiting if it.size.slots != size.slots]:
             asked = f"the request for {one.size.replicas} replicas"
             text = f"{asked} was overruled by a later request for {size.replicas}"

@@ -218,6 +218,8 @@ class Requests:
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
         """Adds a process that waits for a step; answers it once the step is safe.
 
+        The answer is an error if the process waits for storage and an export fails.
+
         Args:
             host: the process's host.
             slot: the host's slot.
@@ -257,7 +259,11 @@ class Requests:
             self._settle()
 
     def committed(self, commit: Commit) -> None:
-        """Handles a recorded commit: answers the processes that wait for its step."""
+        """Handles a recorded commit: answers the processes whose awaited step is safe.
+
+        Processes may request the step of this commit on other shardings from now on.
+        While an export is in progress, the answers wait for its end (`_settle`).
+        """
         coordinator = self._rendezvous.coordinator
         if coordinator is not None and self._rendezvous.assignment is not None:
             self._newest().committed(commit, coordinator.placement)
@@ -271,8 +277,9 @@ class Requests:
         every slot also gets the error, whether or not its process waits.
 
         Args:
-            host: the host that answered last, or failed first; for an export past its
-                deadline, the names of the hosts that have not answered.
+            host: the host whose answer ended the export: the one that failed, or the
+                last one that succeeded. For an export past its deadline, the names of
+                the hosts that have not answered, separated by commas.
             step: the exported step.
             ok: whether the whole step was written.
             error: the error; "" without one.

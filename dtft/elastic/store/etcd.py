@@ -5,8 +5,9 @@ request that must not be applied twice is not sent again once it may have been a
 `etcd_wire` has the wire format and the sockets. Deadlines in arguments (`end`, `limit`)
 are times of `time.monotonic`.
 
-No gRPC client is used. Figures, measured with `python benchmarks/etcd_clients.py` (2
-cores), are in this order: this module, aetcd 1.0, etcd-client-py 0.5.1.
+No gRPC client is used, because of the following comparison with two of them, made with
+`python benchmarks/etcd_clients.py` on 2 cores. Its figures are in this order: this
+module, aetcd 1.0, etcd-client-py 0.5.1.
 
 * A commit takes 0.61, 0.46 and 0.48 ms. A watch reports a put after 0.61, 0.49 and 0.53
   ms. A transaction costs 0.21, 0.36 and 0.31 ms of processor time.
@@ -589,7 +590,8 @@ class EtcdStore:
         the store has lost data, see `Store.watch`.
 
         Ends without an error when the watch is stopped, after a `Resync`, after
-        `_QUIET_S` seconds without bytes, and once calls try another member first.
+        `_QUIET_S` seconds without received bytes, and once a failed call has made
+        another member the first one that calls try.
 
         Raises:
             StoreUnavailable, OSError, ValueError: the connection or the watch failed.
@@ -673,9 +675,10 @@ class EtcdStore:
         result: dict[str, Any],
         known: Callable[[], Sequence[Compare]],
     ) -> Resync | None:
-        """Returns all keys if the store may lack events that the watch needs.
+        """Lists all keys if the store may no longer have events that the watch needs.
 
-        Returns None if the watch can go on.
+        The watch then yields the returned `Resync`. Returns None if the watch can go
+        on.
 
         Args:
             prefix: prefix of the watched keys.

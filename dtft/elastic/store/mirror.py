@@ -100,10 +100,11 @@ def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) 
 
 
 def _conditions(copy: Pairs) -> list[Compare]:
-    """Returns conditions that only hold in a store with the newest pairs of `copy`.
+    """Returns the conditions that a store has the same newest pairs as `copy`.
 
-    These are the pairs that were written last; pairs with a large value are left out.
-    Each condition is that the store has the same value for the key.
+    The newest pairs are the `_COMPARED` pairs that were written last; pairs with a
+    value of more than `_COMPARED_BYTES` bytes are left out. Each condition is that the
+    store has the same value for one key.
     """
     small = (it for it in copy.values() if len(it.value) <= _COMPARED_BYTES)
     newest = heapq.nlargest(_COMPARED, small, key=lambda it: it.mod_revision)

@@ -1,8 +1,9 @@
 """A job's records in the store at one moment, parsed from its keys.
 
-A view has an era and a revision, and is never replaced by an older view. The era is a
-counter that is kept in the store. A new era begins when the store has lost data or has
-data older than a host has seen.
+A view has an era and the store's revision, and is never replaced by an older view. The
+era is a number that the store keeps under one key, together with a random id. A host
+that finds that the store has lost data, such as a smaller revision than in an earlier
+view, writes the next era. So views after the loss are newer than views before it.
 """
 
 import dataclasses

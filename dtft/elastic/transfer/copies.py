@@ -130,8 +130,8 @@ class Copies:
     def share(self, turn: int) -> bytes:
         """Chooses which of its own slices this host copies at a snapshot.
 
-        If the config's `share` is "divided", the hosts that own a slice take turns in
-        copying it.
+        A replicated slice is owned by several hosts. If the config's `share` is
+        "divided", these hosts take turns in copying it from their devices.
 
         Args:
             turn: number of the snapshot since the slot was assigned, from 0

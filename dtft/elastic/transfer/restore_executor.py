@@ -1,9 +1,9 @@
 """Carries out a restore plan on one host: the one executor of all restores.
 
-Fills the memory of slices as the leader has ordered. A slice is fetched whole, by its
-key, or is assembled from regions of committed slices if the state is now divided
-differently than in the commit. The host's correct copies stay. All other slices are
-fetched from the peers in parallel.
+Fills the memory of a slot's slices as the leader has ordered. Correct copies that the
+host has already are used. The other slices are fetched from the peers in parallel: each
+slice whole, by its key, or, if the state is now divided differently than in the commit,
+in regions (pieces of committed slices) from which it is assembled.
 
 Committed slices are read in whole chunks whose digests must be the commit's, so wrong
 bytes are never restored. Afterwards the leader compares the digests that the owners of
@@ -135,9 +135,9 @@ def restore_copies(
         nixl: reads from peers that have NIXL too; None: without NIXL.
 
     Returns:
-        The result of `restore_into`: bytes, seconds and digests, or an `error`. Only
-        `fatal`, a reason, if memory could not be allocated or a newer order of the
-        leader has arrived.
+        The result of `restore_into`: bytes, seconds and digests, or an `error`. If no
+        restore began, because memory could not be allocated or a newer order of the
+        leader has arrived, only `fatal`: the reason in words.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -173,8 +173,9 @@ def restore_into(
 ) -> dict[str, Any]:
     """Restores the slices of a slot as a leader's order says.
 
-    A newer order may drop or replace the step in `holder` meanwhile. This restore then
-    still writes only to its own memory, which no other step gets before it has ended.
+    A newer order may drop or replace the step in `holder` during this restore. The
+    restore then still writes to the memory that it has taken. No other step is given
+    this memory before the restore has ended.
 
     Args:
         holder: this host's copies for the slot in the order; its memory is filled.
@@ -480,10 +481,11 @@ def _asks(order: FetchOrder, memory: Mapping[str, Parts]) -> bool:
 def _flat(
     orders: Sequence[FetchOrder], memory: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """Returns `memory` with contiguous memory for slices assembled from regions.
+    """Returns a map like `memory`, with contiguous memory for assembled slices.
 
-    If the memory of a slice that is assembled consists of several buffers, it is
-    replaced by one new buffer.
+    If a slice is assembled from regions, and its memory in `memory` consists of several
+    buffers, the returned map has one new buffer for it. `bring` copies this buffer to
+    `memory` at the end.
     """
     flat = dict(memory)
     for order in orders:

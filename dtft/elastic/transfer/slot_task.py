@@ -90,7 +90,8 @@ class SlotTask:
         """Counts a step that the trainer has staged, and queues it for the peers.
 
         Staged means that the trainer has written its slices to this host's memory. Also
-        adapts the rate limit of the pushers to the measured times.
+        adapts the rate limit of the pushers to the measured seconds per step and to
+        `interval` (`PushPace.staged`); without `window` the limit stays.
 
         Args:
             step: the staged step.

@@ -199,11 +199,10 @@ nodes it has the least, median and largest value."""
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Times of the timed and the untimed steps of a round, measured in one process.
+    """Mean times of the timed and the untimed steps of a round, in one process.
 
-    A round is a number of steps with the same shares. The last steps of a round are
-    timed. A timed step takes longer; `share` is the fraction that the timed steps add
-    to the time of a round.
+    A round is a number of steps with the same division of the batch between replicas.
+    The last steps of a round are timed, and a timed step takes longer.
     """
 
     step_s: float | None
@@ -231,7 +230,8 @@ class Cost:
 class BalanceLog:
     """Log of shares: a printed line and a record in `balance.jsonl` for each event.
 
-    Only the leading process prints and writes. A failed write prints a warning.
+    An event is the beginning of a run, or the end of a round of steps. Only the leading
+    process prints and writes. A failed write prints a warning.
     """
 
     def __init__(
@@ -365,8 +365,10 @@ def round_line(
 ) -> str:
     """Makes the log line of a round, a number of steps with the same shares.
 
-    The line has the shares of the round, each replica's mean milliseconds of waiting
-    for the slowest, and the next shares or the reason why the shares stay the same.
+    The line has the shares of the round, and each replica's mean milliseconds of
+    waiting for the slowest. It names replicas whose speed has changed relative to the
+    others, and the fraction of time that measuring took. Last it has the next shares,
+    or the reason why the shares stay the same.
 
     Args:
         step: number of the round's last step.

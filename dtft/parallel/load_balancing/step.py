@@ -40,10 +40,11 @@ class SharedGradients:
     """Function that computes gradients and metrics of a batch with uneven shares.
 
     A share is the number of microbatches that a replica takes in a step. The arrays of
-    a batch have room for the largest share of each replica. Only the first rows of a
-    replica are used, as many as its share has; the batch array named
-    `row_assignment.COUNTS` has the shares. Layers that normalize over rows normalize
-    within a microbatch, so the shares do not change the results of these layers.
+    a batch have room for the largest share of each replica. Of a replica's rows only
+    those of the microbatches in its share are used, from the first row on; the batch
+    array named `row_assignment.COUNTS` has the shares. Layers that normalize over rows
+    normalize within a microbatch, so the shares do not change the results of these
+    layers.
     """
 
     model: FunctionalModel
@@ -75,7 +76,11 @@ class SharedGradients:
         )(state["params"], state["statistics"], rows, batch[COUNTS])
 
     def means(self, sums: Sums) -> Means:
-        """Adds the sums of all replicas; divides by the number of all microbatches."""
+        """Adds the sums of all replicas; divides by the number of all microbatches.
+
+        `sums` is the result of `local`. Returns the means of gradients, running
+        statistics and metrics, equal on all replicas.
+        """
 
         is_whole = self.mesh.size == self.mesh.shape[REPLICA_AXIS]
 
@@ -175,9 +180,10 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
 
 def shared_by(train_step: TrainStep) -> SharedGradients:
-    """Returns the function that computes gradients in a step of `load_balanced_step`.
+    """Returns the `SharedGradients` of a step that `load_balanced_step` has built.
 
-    It also has the mesh, and the division of the batch into microbatches (`sharing`).
+    It computes the step's gradients. Its fields have the mesh, and the division of the
+    batch into microbatches (`sharing`).
     """
     assert isinstance(train_step.gradients, SharedGradients)
     return train_step.gradients
@@ -297,7 +303,10 @@ class SharedFeed(Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """Times of one step in this process."""
+    """Times of one step in this process: its start, its end, and busy seconds.
+
+    The busy seconds are those of the local sums and the update of each replica.
+    """
 
     began: float
     """Time when state and batch were ready, in seconds (`time.perf_counter()`)."""
@@ -308,8 +317,9 @@ class TimedStep:
 
 
 class Probe:
-    """Runner of timed steps, each as three programs: local sums, reduction, update.
+    """Runs and times steps, each as three programs: local sums, reduction, update.
 
+    The reduction waits for all replicas; the time of the other two is a replica's own.
     The compiled programs are kept.
     """
 
@@ -357,7 +367,10 @@ class Probe:
         return self._compiled
 
     def idle_at(self, state: State) -> float:
-        """Waits until the state is ready; returns the time (`time.perf_counter()`)."""
+        """Waits until the devices have computed `state`; returns the time then.
+
+        The time is in seconds, by `time.perf_counter()`.
+        """
         jax.block_until_ready(state)
         return time.perf_counter()
 
@@ -455,7 +468,10 @@ def _gather(mesh: Mesh) -> Any:
 
 
 def _given_by(compiled: Any) -> Any:
-    """Returns ShapeDtypeStructs, with shardings, of a compiled program's results."""
+    """Returns the shape, dtype and sharding of each result of a compiled program.
+
+    The return value is a tree of ShapeDtypeStructs.
+    """
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding

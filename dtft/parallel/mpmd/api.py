@@ -174,9 +174,9 @@ class PlacedStep:
 
     @property
     def homes(self) -> State:
-        """A tree like the state, with the number of a node in place of each leaf.
+        """The number of the node that stores and updates each leaf of the state.
 
-        This node stores and updates the leaf.
+        A tree like the state, with these numbers as leaves.
         """
         return self._layout.homes
 

@@ -148,9 +148,10 @@ class Node:
 
 
 def _uses(tasks: Sequence[Task], wanted: Sequence[Key]) -> Counter[Key]:
-    """Returns, by key, how often the tasks read or send each array.
+    """Counts how often the tasks read or send each array, by key.
 
-    A wanted array counts once more, so that it stays in the store.
+    A key in `wanted` counts once more, so that its array is not dropped after its last
+    use.
     """
     left: Counter[Key] = Counter(wanted)
     for task in tasks:
@@ -168,9 +169,10 @@ def _let_go(task: Task, store: dict[Key, Any], left: Counter[Key]) -> None:
 
 
 class _Clock:
-    """Waits for arrays and records the times of tasks.
+    """Measures times since the step began, and records the times of tasks.
 
-    Does neither if `began`, the time at which the step began, is None.
+    Waits for arrays before a measurement. If `began`, the time at which the step began,
+    is None, it neither waits nor records.
     """
 
     def __init__(self, began: float | None) -> None:
@@ -212,8 +214,8 @@ this time a node that waited for an array raises an error, which names the array
 class Hub:
     """Runs the nodes of a step on one thread each, and passes arrays between them.
 
-    An array that was sent to a node stays here, on the node's device, until the node
-    receives it. Once a node has failed, every `receive` raises InterruptedError.
+    This object keeps an array that was sent to a node, on the node's device, until the
+    node receives it. Once a node has failed, every `receive` raises InterruptedError.
     """
 
     def __init__(self, devices: Mapping[int, Any]) -> None:

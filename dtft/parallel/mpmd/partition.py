@@ -35,7 +35,11 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """Equations (`Unit`) that a node computes without waiting for others in between."""
+    """Equations (`Unit`) that a node computes without waiting in between.
+
+    The node waits for other nodes only before the first equation, until it has all
+    values that the segment reads.
+    """
 
     node: int
     units: tuple[Unit, ...]
@@ -87,10 +91,11 @@ def cut(
 ) -> Cut:
     """Cuts a program into segments, by the node that runs each operator.
 
-    A segment has equations that a node computes without waiting for others. Equations
-    are left out if the results do not depend on them. An equation that cannot be
-    divided (a loop, a function with a derivative rule) runs on the node whose operators
-    in the equation take the most seconds.
+    A segment has equations that a node computes without waiting for other nodes, once
+    the values that the segment reads have arrived. Equations are left out if the
+    results do not depend on them. An equation that cannot be divided (a loop, a
+    function with a derivative rule) runs on the node whose operators in the equation
+    take the most seconds.
 
     Args:
         program: a program from `dtft.planner.ir.traced`.
@@ -280,10 +285,10 @@ class _Cutting:
         """Groups units (equations) into segments, in an order in which they can run.
 
         A unit is ready when its inputs are computed. Each segment begins with the ready
-        unit for which `_changes` is largest: on a path of units that depend on it, work
-        passes most often from node to node. The segment then takes all units of the
-        same node that can run without waiting for other nodes. Returns the indices of
-        each segment's units.
+        unit whose number in `_changes` is largest, because the longest chain of work on
+        alternating nodes follows it. The segment then takes all units of the same node
+        that can run without waiting for other nodes. Returns for each segment the
+        indices of its units.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -313,10 +318,10 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """Returns, for each unit (equation), the most changes of node on a path.
+        """Counts for each unit (equation) the changes of node on the paths from it.
 
-        A path begins at the unit, and goes from each unit to a unit that reads one of
-        its results.
+        A path goes from each unit to a unit that reads one of its results. Returns for
+        each unit the largest number of changes on a path that begins at the unit.
         """
         found = [0] * len(self._units)
         for index in range(len(self._units) - 1, -1, -1):

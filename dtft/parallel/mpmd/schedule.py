@@ -151,7 +151,11 @@ class NodeTransfer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
-    """All calls of a step, each a program on one node."""
+    """All calls of a step, each a program on one node.
+
+    Some are made once, before or after the microbatches, the others for each
+    microbatch.
+    """
 
     begin: tuple[NodeCall, ...] = ()
     """Calls made once, before the first microbatch."""
@@ -164,9 +168,11 @@ class Calls:
     """Map from an array's key to the array's bytes, for each array that is sent."""
 
     def then(self, more: "Calls") -> "Calls":
-        """Returns these calls, followed by `more.end`, the last calls of `more`.
+        """Returns these calls, with the calls `more.end` added at the end.
 
-        Also adds the `num_bytes` (bytes of each array that is sent) of `more`.
+        These are the calls of `more` that are made once, after the last microbatch.
+        Also adds the `num_bytes` (bytes of each array that is sent) of `more`; its
+        other calls are left out.
         """
         return replace(
             self,
@@ -253,9 +259,10 @@ forward call. `order` uses this factor."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallOrder:
-    """The tasks (calls, each for one microbatch) of a step in order, and their starts.
+    """The tasks of a step, in order for each node, and their expected starts.
 
-    Calls that are made once in a step are among the tasks.
+    A task is a call for one microbatch, or a call that is made once in a step. Forward
+    and backward tasks have an expected start, other tasks have none.
     """
 
     by_node: Mapping[int, tuple[Task, ...]]
@@ -267,10 +274,10 @@ class CallOrder:
     """Expected end of the last forward or backward task, in seconds."""
 
     def without(self, calls: Calls) -> "CallOrder":
-        """Returns the order without the tasks of `calls.end`, made after microbatches.
+        """Returns the order without the tasks of `calls.end`.
 
-        For example, if these calls are an optimizer's update, a step by the result only
-        computes gradients.
+        These calls are made once, after the last microbatch. For example, without the
+        calls of an optimizer's update a step only computes gradients.
         """
         return replace(
             self,
@@ -310,7 +317,10 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
 
 
 class _Simulation:
-    """A simulation of all forward and backward tasks, which finds their order."""
+    """A simulation of all forward and backward tasks, which finds their order.
+
+    Of the calls that can start it always takes the one that can start first.
+    """
 
     def __init__(
         self, calls: Sequence[NodeCall], num_microbatches: int, seconds: Sequence[float]
@@ -380,10 +390,10 @@ class _Simulation:
         return found
 
     def _look(self, some: Iterable[int]) -> None:
-        """Updates the earliest start times of calls for their next microbatch.
+        """Recomputes when calls can start for their next microbatch.
 
         `some` has the indices of the calls. A call that cannot start yet, or has no
-        next microbatch, gets no start time, so `_first` does not consider it.
+        next microbatch, is removed from the calls that `_first` considers.
         """
         for index in some:
             ready = self._ready(index)

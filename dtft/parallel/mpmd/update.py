@@ -113,7 +113,7 @@ class _Where:
 
     @property
     def nodes(self) -> list[int]:
-        """The node of each operator of the program that `run` walked, in order."""
+        """The node of each operator of the program that `run` was given, in order."""
         return [self._node(place) for place in self._operators]
 
     def run(self, jaxpr: Jaxpr, homes: Sequence[int]) -> list[int]:
@@ -280,7 +280,10 @@ class _Making:
         )
 
     def _free(self, index: int, segment: Segment) -> list[int]:
-        """Returns which of a segment's inputs its node does not need later.
+        """Finds the inputs of a segment that its node does not need later.
+
+        The node needs an input later if a later segment of this node reads it, or if it
+        is a result or a constant of the whole program.
 
         Args:
             index: number of the segment.

@@ -91,10 +91,11 @@ class RunnablePlan(Plan):
         """Explains the plan as text: its seconds, bytes, collectives and alternatives.
 
         The seconds of a step are listed by cause (compute, collectives and so on), the
-        bytes by use (parameters, activations and so on). Also gives the cost of the
-        pins (the settings that the user has fixed) and the findings of `lints()`,
-        unless the plan was read from a file. The first call, or the first of `html()`,
-        plans again without each pin; later calls plan nothing.
+        bytes by use (parameters, activations and so on). Unless the plan was read from
+        a file, the text also has the findings of `lints()`, and the seconds of a step
+        that each pin costs compared with the best plan without it. A pin is a setting
+        that the user has fixed. The first call, or the first of `html()`, plans again
+        without each pin; later calls plan nothing.
         """
         return wording.text(self.sections())
 
@@ -106,8 +107,9 @@ class RunnablePlan(Plan):
     def _planned_again(self) -> tuple[Section, ...]:
         """Report sections with the costs of the pins and the findings of `lints()`.
 
-        A pin is a setting that the user has fixed. () for a plan from a file. Computed
-        on the first use, because this plans again without each pin.
+        A pin is a setting that the user has fixed. Its cost is in seconds of a step,
+        compared with the best plan without the pin. Computed on the first use, because
+        this plans again without each pin. () for a plan from a file.
         """
         if self.decision is None:
             return ()
@@ -126,9 +128,11 @@ class RunnablePlan(Plan):
         return diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
-        """Explains as text what other settings, such as `tensor=8`, would cost.
+        """Compares, as text, with a plan that has other settings, such as `tensor=8`.
 
-        If no plan can have these settings, the text says why.
+        The other plan is the best one with these settings. The text compares seconds
+        and collectives; if that plan does not fit, bytes. If no plan can have the
+        settings, the text says why.
 
         Args:
             **pins: the settings, named as the `pins` of `dtft.plan`.
@@ -151,7 +155,10 @@ class RunnablePlan(Plan):
         return sensitivity(self._decision("sensitivity"))
 
     def lints(self) -> tuple[Lint, ...]:
-        """Finds sizes, arrays and batches whose small change would save time or memory.
+        """Finds small changes of the model or batch that would save time or memory.
+
+        Findings are, for example, sizes that do not suit the mesh axes, arrays that are
+        whole on every device, and batches near the given batch.
 
         Raises:
             ValueError: the plan was read from a file.

@@ -202,7 +202,11 @@ _HELD = ("parameters", "optimizer", "batch")
 
 
 def _fit_together(plans: Sequence[Plan]) -> bool:
-    """Whether all plans' states and batches fit in memory while one plan is run."""
+    """Whether the devices can hold the states and batches of all plans at once.
+
+    The largest memory that any of the plans needs in addition while it runs is
+    included. All bytes are predictions of the plans.
+    """
     held = [sum(plan.memory.get(term, 0) for term in _HELD) for plan in plans]
     in_step = max(
         plan.memory_bytes - own for plan, own in zip(plans, held, strict=True)

@@ -196,9 +196,10 @@ def candidate_of(
 
 
 def _excess(found: Sequence[Verified]) -> float:
-    """Returns the largest ratio of compiled to predicted bytes of a plan's memory.
+    """Returns the largest ratio of compiled to predicted bytes on a device.
 
-    Plans that failed to compile are left out. Returns 0.0 if all plans failed.
+    The largest over the plans in `found`; plans that failed to compile are left out.
+    Returns 0.0 if all plans failed.
     """
     ratios = [
         one.needed_bytes / one.predicted_bytes for one in found if one.needed_bytes
@@ -209,13 +210,13 @@ def _excess(found: Sequence[Verified]) -> float:
 def leaner(
     decision: Decision, found: Sequence[Verified], num: int
 ) -> tuple[Decision, ...]:
-    """Searches plans that need less memory, after compiled plans did not fit.
+    """Searches for plans that need less memory, after no compiled plan has fitted.
 
-    The search assumes smaller devices: their memory without the part for allocator and
-    libraries (`RESERVE`), divided by the largest ratio of compiled to predicted bytes.
-    So the new plans fit even if every program exceeds its prediction by this ratio. The
-    difference to the real memory is added to the reserve of the plans, the bytes that
-    must stay free.
+    The search is for devices with less memory: the real memory without the fraction
+    `RESERVE`, which allocator and libraries need, divided by the largest ratio of
+    compiled to predicted bytes. So the new plans fit the real devices even if a program
+    exceeds its prediction by this ratio. The difference to the real memory is added to
+    the reserve of the plans, the bytes that must stay free.
 
     Args:
         decision: the planner's selection, with all candidates, whose best plans were
@@ -353,14 +354,16 @@ def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
 
 
 def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
-    """Yields notes for the table of memory.
+    """Yields notes for the table of memory, none to three.
 
-    If all plans were compiled for CPU, a note says which bytes are compiled and which
-    predicted. If a better plan than `chosen` did not fit, a note gives the chosen plan
-    and its additional seconds per step. If `chosen` was found by a search for plans
-    that need less memory, a note says by which fraction compiled bytes exceeded
-    predicted bytes before; the search kept so much memory free. `chosen` is None if no
-    plan fits.
+    * Which bytes are compiled and which predicted, if all plans were compiled for CPU.
+    * How many better plans than `chosen` did not fit, and the additional seconds per
+      step of `chosen`; left out if there is no such plan.
+    * The largest fraction by which compiled bytes exceeded predicted bytes, if `chosen`
+      is from a search for plans that need less memory. The search kept this fraction
+      free.
+
+    `chosen` is None if no plan fits; then only the first note is possible.
     """
     compiled = [one for one in found if one.needed_bytes is not None]
     if compiled and not any(

@@ -46,7 +46,8 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
     """Compiles in a fork of this process, and kills the fork once buffers are assigned.
 
-    XLA has then written the program and its memory; machine code is not needed.
+    XLA has then written the program's text and its buffer assignment to files. The
+    machine code, which XLA would generate next, is not needed.
 
     This process must not have a client of XLA with threads, such as the client of CPU
     devices, because a fork does not have the threads of its parent.

@@ -73,12 +73,12 @@ _T = 1e12
 
 
 def _efficiency(name: str, peak: float) -> Efficiency:
-    """Returns the efficiency of a GPU.
+    """Returns the efficiency of a GPU: that of the A100, but for `e0` and `mma_sync`.
 
-    e0 is the share of the peak that large matmuls reach. It is the e0 of the A100,
-    times the ratio of two shares: the share of the peak that published matmuls reach on
-    the GPU, and on the A100. A GPU without a published matmul speed has the e0 of the
-    A100.
+    `e0` is the share of the peak that large matmuls reach. The `e0` of the A100 is
+    multiplied by a ratio: the share of its peak that the GPU reaches in published
+    matmuls, divided by the share that the A100 reaches. Without a published matmul
+    speed of the GPU, the ratio is 1.
 
     Args:
         name: name in the catalog.
@@ -563,8 +563,9 @@ GIB = 2**30
 class Machine:
     """A kind of host, such as a DGX H100, or a kind of TPU pod; with its links.
 
-    `device` is the name of its device type in the catalog. `inside`, `outside`,
-    `host_link` and `on_chip` are names of links in the catalog.
+    Device type and links are given by their names in the catalog: `device`, and the
+    links `inside` a host, `outside` (between hosts), `host_link` (to host memory) and
+    `on_chip` (between the devices of a chip).
     """
 
     device: str

@@ -56,10 +56,11 @@ class Accuracy:
         return self.scales.get(term, 1.0)
 
     def interval_s(self, terms: Mapping[str, float]) -> tuple[float, float]:
-        """Computes an interval of a step's time from the errors of its terms.
+        """Computes the prediction interval of a step's time from the terms' errors.
 
         The error of `collectives` and that of all other terms together are assumed to
-        be independent of each other.
+        be independent, so the root of the sum of their squares is the width of the
+        interval above the prediction. The width below is `below` times that width.
 
         Args:
             terms: predicted seconds by term, such as `compute`.
@@ -68,8 +69,8 @@ class Accuracy:
             The lower end, at least 0, and the upper end, in seconds.
 
         In the example, the step takes 4 s. The errors are 0.75 s and 0.5 s: together
-        0.9 s, the root of the sum of their squares. The upper end is 0.9 s above 4 s,
-        the lower end half as far below (`below`).
+        0.9 s. The upper end is 0.9 s above 4 s. `below` is 0.5, so the lower end is
+        0.45 s below 4 s.
 
         >>> known = Accuracy(errors={"compute": 0.25, "collectives": 0.5}, below=0.5)
         >>> low, high = known.interval_s({"compute": 3.0, "collectives": 1.0})
@@ -108,13 +109,14 @@ class Efficiency:
 
     The catalog has typical values; calibration fits most of them to measured times. A
     matmul of x rows that fills all tiles and cores reaches the share e0 x / (x + x0) of
-    the peak. `cost.matmul_s` has the formula for other sizes.
+    the peak: half of `e0` if it has `x0` rows. `cost.matmul_s` has the formula for
+    other sizes.
     """
 
     e0: float = 0.75
     """Share of the peak that large matmuls reach."""
     x0: float = 0.0
-    """Rows at which a matmul reaches half of the share `e0`."""
+    """The number of rows with which a matmul reaches half of the share `e0`."""
     mma_sync: float = 1.0
     """Speed of kernels that multiply with `mma.sync`, the instruction of Ampere GPUs,
     relative to large matmuls; for example, FlashAttention 1 and 2. GPUs since Hopper
@@ -181,7 +183,10 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRate:
-    """How fast a device computes products (matmuls, convolutions) of a dtype."""
+    """Peak FLOP/s of matmuls and convolutions of a dtype, and where it comes from.
+
+    The peak is an entry of `DeviceType.peak_flops`, divided by the number of passes.
+    """
 
     flops: float
     """Peak FLOP/s of the product."""
@@ -264,11 +269,12 @@ class DeviceType:
     def rate(self, dtype: str, precision: str = "") -> ProductRate:
         """Looks up the peak of matmuls and convolutions of a dtype.
 
-        The peak is that of the dtype that `computed_in` returns, divided by the number
-        of passes; all formats of float8 share one peak, and so do those of float4. If
-        `peak_flops` lacks this dtype, the peak is that of another dtype: of the first
-        of the dtype's `_SUBSTITUTES` that `peak_flops` has, else of its slowest dtype.
-        A substitute is a dtype in which XLA computes, or one that is no faster.
+        `computed_in` finds the dtype in which the operands are multiplied, and the
+        number of passes. The result is the peak of this dtype in `peak_flops`, divided
+        by the number of passes. All formats of float8 share one peak, and so do those
+        of float4. If `peak_flops` lacks the dtype, its substitutes (`_SUBSTITUTES`) are
+        looked up in turn: dtypes in which XLA computes instead, or that are no faster.
+        If these are missing too, the lowest peak in `peak_flops` is used.
 
         Args:
             dtype: dtype of the operands.

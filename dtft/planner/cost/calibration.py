@@ -88,16 +88,17 @@ class Calibration:
     def term_errors(self) -> Mapping[str, float]:
         """Relative errors of the terms `compute` and `collectives` (`Accuracy.errors`).
 
-        With past runs, both errors are `residuals[LEFT_OUT]`, the error on runs that
-        were left out of the fit; in files without it, `HELD_BY_MEDIAN` times the median
-        error of the fit to all runs.
+        With past runs, both errors are `residuals[LEFT_OUT]`: 80 % of the runs that
+        were left out of the fit are predicted within this error. In files without it,
+        they are `HELD_BY_MEDIAN` times the median error of the fit to all runs.
 
-        Without past runs, each error is the root of the sum of two squares. One is the
-        error of the fits: for `compute` it comes from the larger residual of `matmul`
-        and `memory`, for `collectives` from the largest residual of the fits of
-        collectives. The other is the error for a new program on known devices
-        (`CARRIED_OVER`). If matmuls or collectives were not fitted, the error of the
-        term is that of the catalog's figures (`UNCALIBRATED`).
+        Without past runs, each error combines two errors (the root of the sum of their
+        squares). The first is `HELD_BY_MEDIAN` times the median error of a fit: for
+        `compute` of the matmuls or the memory, for `collectives` of a kind of
+        collective, whichever is largest. The second is the error for a new program on
+        known devices (`CARRIED_OVER`). If matmuls were not fitted, the error of
+        `compute` is that of the catalog's figures (`UNCALIBRATED`); the same holds for
+        `collectives`.
         """
         residuals = self.residuals
         if self.num_runs:
@@ -118,11 +119,12 @@ class Calibration:
 
     @property
     def below(self) -> float:
-        """How wide the prediction interval is below a prediction, relative to above.
+        """Width of the prediction interval below a prediction, divided by that above.
 
-        This is `Accuracy.below`. It is 1 with past runs. Without past runs, it combines
-        two errors: the error of the fits is equally large on both sides, and the error
-        for a new program (`CARRIED_OVER`) lies mostly above the prediction.
+        It is `Accuracy.below`, computed from the error of `compute`. It is 1 with past
+        runs. Without past runs it is below 1: the error of the fits is as wide below
+        the prediction as above, but the error for a new program (`CARRIED_OVER`) lies
+        mostly above it.
         """
         if self.num_runs:
             return 1.0

@@ -98,12 +98,13 @@ among cores and then adds up the parts, so smaller parts are slower."""
 def shape_factor(
     device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
 ) -> Any:
-    """Computes the efficiency (above 0, at most 1) of a matmul (m, k) by (k, n).
+    """Computes the speed of a matmul (m, k) by (k, n) relative to an ideal shape.
 
-    Dims are padded to multiples of the tile, the last wave of tiles may leave cores
-    idle, and rows that are not aligned are slower. If the result has at most half as
-    many tiles as the device has cores, several cores share each sum over a long k
-    (split-K of cuBLAS).
+    The result is above 0 and at most 1. It is 1 if the matmul consists of whole tiles
+    that keep all cores busy, with aligned rows. Otherwise it is less: dims are padded
+    to multiples of the tile, the last wave of tiles may leave cores idle, and rows that
+    are not aligned are slower. If the result has at most half as many tiles as the
+    device has cores, several cores share each sum over a long k (split-K of cuBLAS).
 
     Args:
         device: the device type, with its cores, tile and alignment.
@@ -134,11 +135,11 @@ def shape_factor(
 
 
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
-    """Returns the speed relative to aligned rows: 1, or less if n or k is not aligned.
+    """Returns a matmul's speed relative to one with aligned rows of n and k elements.
 
-    A size is aligned if its bytes are a multiple of `alignment_bytes`. A size of fewer
-    bytes counts as aligned, too, because the tile pads it in any case. If n or k is not
-    aligned, the speed is `Efficiency.misaligned`.
+    It is 1 if both rows are aligned, otherwise `Efficiency.misaligned`. A row is
+    aligned if its bytes are a multiple of `DeviceType.alignment_bytes`. A shorter row
+    counts as aligned, too, because the tile pads it in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
@@ -292,7 +293,14 @@ def elementwise_s(
 
 
 def launch_s(device: DeviceType, num_operators: Any) -> Any:
-    """Computes the seconds to dispatch a step and launch its operators in sequence."""
+    """Computes the seconds to dispatch a step and launch its operators in sequence.
+
+    These are `Efficiency.dispatch_s`, plus `Efficiency.launch_s` for each operator.
+
+    Args:
+        device: the device type, with its efficiency.
+        num_operators: the number of launches in a step.
+    """
     return device.efficiency.dispatch_s + device.efficiency.launch_s * num_operators
 
 
@@ -308,7 +316,9 @@ def added_s(
     slowdown of the computation that hides the rest. It is at most `collective_s`.
 
     Args:
-        efficiency: the overlapped share and the slowdown of computation by overlap.
+        efficiency: has the share of the computation that can hide collectives
+            (`overlap_fraction`), and the factor on the seconds of computation while it
+            hides them (`overlap_kappa`).
         collective_s: seconds of the collectives alone.
         compute_s: seconds of the independent computation alone.
         order: pairs (t, c), such as those of `ir.find_read_order`. For each pair, only

@@ -86,7 +86,11 @@ class Dims:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linked:
-    """Dims of an equation's results; operand dims that it sums or needs undivided."""
+    """What a rule finds for an equation: the dims of its results, and two exceptions.
+
+    The exceptions are dims of operands: those that the equation sums over, so that
+    dividing them leaves partial sums, and those that must not be divided.
+    """
 
     outputs: tuple[Numbers, ...]
     """Dims of each result."""

@@ -1,14 +1,15 @@
 """Classifies JAX primitives and counts the operations of one execution.
 
-Convention. A multiplication or an addition of floating-point numbers is one operation.
-So is any other elementwise function (exp, tanh, max ...), as in XLA's and JAX's own
-counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, conversions and all
-operations on integers and booleans count 0. Matmuls and convolutions of integers are an
-exception: they run on the same units as those of floats and are counted.
+A multiplication or an addition of floating-point numbers is one operation. So is any
+other elementwise function (exp, tanh, max ...) of one element, as in XLA's and JAX's
+own counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, conversions and
+all operations on integers and booleans count 0, except matmuls and convolutions of
+integers: they run on the same units as those of floats and count like them.
 
-A convolution counts its padding, but not the zeros between the elements of a dilated
-operand, so that both passes of a layer have equal cost. Sorting counts comparisons, and
-decompositions count their leading term, both for any dtype.
+The products with padding of a convolution are counted. The products with the zeros
+between the elements of a dilated operand are not: so the gradient of a convolution with
+strides counts as many operations as its forward pass. A sort counts its comparisons. A
+matrix decomposition counts the leading term of its formula. Both count for any dtype.
 
 The operations of a kernel that XLA does not make come from a rule: cuDNN's attention
 has a rule, Pallas kernels have a `cost_estimate`, and `register_kernel` adds rules of

@@ -214,9 +214,10 @@ class _Fusion:
     def _is_recomputed(self, index: int, consumers: int) -> bool:
         """Whether an array is computed by each kernel that needs it, not written once.
 
-        True if fewer than two kernels need the array, or if it moves no fewer bytes to
-        write the array to memory once and read it in each kernel. Also true, without
-        meaning, for an array that is in memory in any case.
+        True if fewer than two kernels need the array, or if writing the array once and
+        reading it in each kernel moves at least as many bytes as computing it in each
+        kernel from arrays in memory. For an array that is in memory in any case, the
+        result is True too, and nobody uses it.
 
         Args:
             index: the number of the array.
@@ -350,8 +351,11 @@ class _Fusion:
     ) -> None:
         """Marks reductions that another kernel also computes (`Kernel.merged`).
 
-        The other kernel reads or writes the same large arrays. Apart from these arrays,
-        neither kernel reads the other kernel's result.
+        The large arrays are those that the reduction reads and that have more elements
+        than its result. The other kernel reads or writes all of them, and runs over as
+        many elements. It does not read the reduction's result, and the reduction reads
+        nothing that it writes but large arrays. Reductions that are merged already
+        (`_is_merged`) are skipped.
 
         Args:
             kernels: the kernels of the program.
@@ -381,7 +385,9 @@ class _Fusion:
     def _size(self, kernel: Kernel) -> int:
         """Returns the number of elements that a kernel's loop runs over.
 
-        0 for kernels that do not run over all elements of their operands.
+        For a reduction this is the size of its operand, for a kernel of `CHEAP`
+        operators (such as elementwise ones) that of its result. 0 for all others, such
+        as gathers.
         """
         operator = self.graph.operators[kernel.number]
         if operator.kind in CHEAP:

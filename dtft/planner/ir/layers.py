@@ -1,11 +1,14 @@
 """Finds the layers of a step that a pipeline divides.
 
-A pipeline divides the layers of a program; embedding and head stay at its ends. A
-program has its layers in a loop (a scan that slices the weights of one layer at a
-time), or one after another as equal blocks; of several loops and runs of blocks, the
-one with the most operations counts. Weights are parameters, and values computed without
-the batch from parameters: casts, scaled or stacked parameters. A loop of the backward
-pass may slice weights that the forward pass has computed.
+A pipeline divides the layers of a program over its stages. Embedding and head stay on
+the first and the last stage. The layers are either the iterations of a loop (a scan
+that slices the weights of one layer at a time), or equal blocks one after another. If a
+program has several such loops or runs of blocks, the one with the most operations has
+the layers.
+
+Weights are parameters, and values that are computed from parameters without the batch,
+such as casts, scaled parameters and stacked parameters. A loop of the backward pass may
+slice weights that the forward pass has computed.
 """
 
 from collections import defaultdict

@@ -64,14 +64,15 @@ def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
 def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
     """Whether only the update, or nothing, needs the sums of an operator.
 
-    False for an operator that sums over no dims. The forward or backward pass needs the
-    sums if one of its operators that wait for their operands (`_waits`), such as a
-    matmul, reads the sums or values computed from them.
+    True for a matmul that computes a parameter's gradient, for example: a mesh axis
+    that divides the summed dims leaves partial sums, and no later operator of the
+    backward pass needs the reduced sums. False for an operator that sums over no dims.
 
     Args:
         operator: the operator.
-        known: numbers of the values that such operators of both passes need; the result
-            of `awaited`.
+        known: numbers of the values that the forward or backward pass waits for: its
+            matmuls and similar operators (`_waits`) read them, or values computed from
+            them. The result of `awaited`.
     """
     return bool(operator.summed) and not known.intersection(operator.outputs)
 
@@ -84,18 +85,21 @@ def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
 
 
 def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator, int]]:
-    """Yields operators for the copies that loops make of slices of stacked arrays.
+    """Yields an operator for each copy that a loop makes of slices of an array.
+
+    The operators are not in the program: they represent copies that XLA adds. In each
+    iteration, XLA copies the slice that it reads out of a stacked array, unless all its
+    readers read it in place, and the slice that it computes into a stacked result.
 
     Args:
         graph: the program.
-        fused: kinds of operators that read a slice in place, so that it is not copied
-            for them.
+        fused: kinds of operators that read a slice in place, without a copy.
 
     Yields:
-        For each stacked array whose slices are copied: an operator that stands for the
-        copy of one slice in each iteration, and the bytes that one copy moves, in units
-        of the slice's bytes. A slice that is read is read and written (2). A slice of a
-        result is filled with zeros first, then read and written (3).
+        Pairs of an operator, which copies one slice in each iteration, and the bytes
+        that one copy moves, divided by the slice's bytes: 2 (read and write) for a
+        slice that is read; 3 for a slice of a result, whose memory is filled with zeros
+        first.
     """
     copied = {
         index
@@ -165,24 +169,24 @@ XLA converts a result of fewer bits before the transpose, and so cannot merge bo
 def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
     """Counts the elements that operators read with a stride, because of a transpose.
 
-    `Operator.turned` counts the elements that are read with a stride only if the
-    transposed array is the partial sum of a matmul (a mesh axis divides its contracted
-    dims). `Operator.strided` counts all other elements, such as those of matmuls in
-    bfloat16, which XLA converts before the transpose.
+    The elements of a transposed array count for each elementwise operator that reads
+    the array. If no operator reads it (it only leaves its loop or the program), they
+    count for the transpose. A transpose that keeps the last dim moves whole rows, and
+    its elements do not count.
 
-    The elements of a transposed array are counted for each elementwise operator that
-    reads the array. If no operator reads the array (it only leaves its loop or the
-    program), its elements are counted for the transpose. A transpose that keeps the
-    last dim moves whole rows and is not counted.
+    XLA merges some transposes with the matmul whose result they transpose (`_folded`),
+    unless a mesh axis divides the contracted dims. The elements of these results are
+    counted apart (`Operator.turned`), because they are read with a stride only if such
+    an axis exists. All other elements are counted in `Operator.strided`.
 
-    A matmul that contracts one dim reads rows and columns equally fast. XLA copies the
-    left operand of a convolution, or of a matmul that contracts several dims, if the
-    contracted dims are not the operand's last dims. The operand's elements are then
-    counted for the convolution or matmul, once per array from which the operand is
-    computed.
+    XLA copies the left operand of a convolution, or of a matmul that contracts several
+    dims, if the contracted dims are not the operand's last dims. The operand's elements
+    then count for the convolution or matmul, once per array from which the operand is
+    computed. A matmul that contracts one dim reads rows and columns equally fast.
 
     Returns:
-        The changed operators, by their number.
+        Map from an operator's number to a copy of the operator with its elements;
+        operators that read nothing with a stride are left out.
 
     In the example, operator 1 multiplies the 16 elements of a transposed array.
 
@@ -346,9 +350,11 @@ def _readers(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpGroup:
-    """A group of operators of equal cost, or of fusible ones over the same dims.
+    """A group of operators whose cost is computed once, from one of the operators.
 
-    Fusible operators are those that XLA fuses (`CHEAP`, such as elementwise ones).
+    The operators of a group are in the same part of the step. They have equal cost, or
+    are operators that XLA fuses (`CHEAP`, such as elementwise ones) over the same dims,
+    or copies of slices with the same dims (`loop_copies`).
     """
 
     operator: Operator
@@ -374,9 +380,10 @@ class OpGroup:
 
     @property
     def uncached(self) -> bool:
-        """Whether the group reads bytes that are not in cache.
+        """Whether the group reads bytes that were not used recently.
 
-        These are the training state, in the update, and stacked arrays of loops.
+        True for groups of the update, which reads the training state, and for copies of
+        slices of a loop's stacked arrays. No cache has these bytes.
         """
         return self.copies or self.region == "update"
 
@@ -461,7 +468,9 @@ def group_operators(
 
 
 def _share(graph: Graph, moved: Mapping[int, float], numbers: list[int]) -> float:
-    """Returns the bytes that kernels move per byte of operators' operands and results.
+    """Returns the bytes that kernels move, per byte of operators' operands and results.
+
+    This is `OpGroup.moved` of a group of these operators.
 
     Args:
         graph: the program.
@@ -507,15 +516,19 @@ def _waits(operator: Operator) -> bool:
 def _moved(
     graph: Graph, operators: list[Operator], readers: Mapping[int, int]
 ) -> float:
-    """Returns the bytes that fusible operators over the same dims read and write.
+    """Returns the bytes in a step that fusible operators over the same dims move.
 
-    Fusible operators are those that XLA fuses (`CHEAP`, such as elementwise ones). In
-    the optimizer's update, the operators are one fused kernel: only values that enter
-    or leave the kernel count. The operators in the body of each loop of the program are
-    a kernel of their own, which runs in every iteration. In the forward and the
-    backward pass, all operands and results of each operator count; the factor
-    `OpGroup.moved` (on CPU `Efficiency.fuse`) then leaves out the bytes that fusion
-    saves. `readers` has the number of readers of each value (`_num_readers`).
+    In the forward and backward pass, these are the bytes of all operands and results of
+    each operator; the factor `OpGroup.moved` (on CPU `Efficiency.fuse`) later removes
+    the bytes that fusion saves. In the optimizer's update, the operators are one fused
+    kernel, of which only the values that enter or leave it count. Operators in a loop's
+    body are a kernel of their own, which runs in every iteration.
+
+    Args:
+        graph: the program.
+        operators: operators that XLA fuses (`CHEAP`, such as elementwise ones), all in
+            one part of the step.
+        readers: the number of readers of each value (`_num_readers`).
     """
     if region(operators[0]) != "update":
         return sum(graph.bytes_of(op) * op.trips for op in operators)

@@ -100,7 +100,11 @@ class Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatClasses:
-    """Classes of equal dims and operators, and the repeated blocks."""
+    """The repeated blocks of a program, and which dims and operators are equal in them.
+
+    Equal dims have the same position in copies of a block. Equal dims, and operators of
+    equal cost, are one class, which its lowest number represents.
+    """
 
     dims: tuple[int, ...]
     """For each dim of the graph its class: the lowest number of a dim at the same
@@ -115,7 +119,8 @@ class RepeatClasses:
 def find_repeats(graph: Graph) -> RepeatClasses:
     """Finds the repeated blocks of a program, such as layers.
 
-    Also finds the dims and operators that are equal in the copies of a block.
+    Also finds the dims at the same position in copies of a block, and the operators of
+    equal cost.
     """
     signatures = _Signatures(graph)
     kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
@@ -236,9 +241,10 @@ def _pairs(
 
 
 class _Classes:
-    """Classes of dims that are equal in repeated layers.
+    """Disjoint sets (classes) of dims at the same position in repeated layers.
 
-    No array has two different dims of one class.
+    At first, each dim is a class of its own; `add` merges classes. No array has two
+    different dims of one class.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -103,7 +103,11 @@ class Drafts:
         return len(self.values) - 1
 
     def held(self, known: Known) -> int:
-        """Returns the index of an array's value; adds a new value for a literal."""
+        """Returns the index of an array's value; adds a new value for a literal.
+
+        Args:
+            known: the index of the array's value, which is returned, or a literal.
+        """
         return self.value(known.aval) if isinstance(known, Literal) else known
 
     def copy(self, index: int) -> int:
@@ -243,7 +247,10 @@ class _CarryPosition:
 
 
 class _Carry:
-    """The values that a loop carries, and how its body updates each of them."""
+    """The values that a while loop carries, and how its body updates each of them.
+
+    A carried value is given by its position in the carry.
+    """
 
     def __init__(
         self, body: Jaxpr, num_consts: int, init: Sequence[Any], consts: Sequence[Any]
@@ -722,9 +729,9 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
 
 
 class _Numbers:
-    """Final numbers for dims, in the order in which the dims first occur.
+    """Gives dims their final numbers (of `Graph.dims`), from 0 in the order of calls.
 
-    Dims that are divided in the same way get one number.
+    Joined dims, which are divided in the same way, get one number.
     """
 
     def __init__(self, dims: Dims) -> None:

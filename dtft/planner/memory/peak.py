@@ -71,10 +71,10 @@ class Timeline:
     def at_level_3(self) -> "Timeline":
         """The timeline of the same program at ZeRO level 3.
 
-        Returns this object if level 3 does not change which values are kept for the
-        backward pass: if it does not run the step of `dtft.parallel.fsdp` (`gathers` is
-        false), or if parts of the program are rematerialized. Also returns this object
-        if it already is the timeline of level 3.
+        It differs if level 3 runs the step of `dtft.parallel.fsdp` (`gathers`), which
+        keeps other values for the backward pass. It is this object if `gathers` is
+        false, if parts of the program are rematerialized, or if this is the timeline of
+        level 3 already.
         """
         again = any(operator.again for operator in self.graph.operators)
         if not self.gathers or again or self.below is not None:
@@ -113,7 +113,8 @@ class Timeline:
     def events(self) -> tuple[Event, ...]:
         """The memory events of the step in order.
 
-        Events of kind `complete` are left out for values that are no gradients.
+        Events that say that a value is computed (kind `complete`) are included for
+        gradients only.
         """
         return tuple(
             event
@@ -209,9 +210,10 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRun:
-    """The run of an operator whose operands may have to be gathered from devices.
+    """One execution in a step of an operator whose operands may have to be gathered.
 
-    `moment` is the row of `LivenessTrace.alive` when the operator runs.
+    Operands are gathered if mesh axes divide dims that the operator needs undivided.
+    `moment` is the row of `LivenessTrace.alive` that counts the bytes at the execution.
     """
 
     moment: int
@@ -391,8 +393,10 @@ class LivenessTrace:
         """Appends to `rereads` the operands of a matmul that an earlier matmul reads.
 
         XLA shares the gather of an operand between matmuls that run soon after each
-        other (its pass `ScheduleAwareCollectiveOpsCSE`). Of the matmuls of the forward
-        pass, only the last one counts as an earlier matmul.
+        other (its pass `ScheduleAwareCollectiveOpsCSE`): the operand stays gathered for
+        at most `SOON` further matmuls. Matmuls of the forward pass share no gather with
+        each other. Matmuls of the backward pass share gathers with earlier ones of the
+        backward pass, and with the last one of the forward pass.
 
         Args:
             operator: the matmul.
@@ -558,10 +562,11 @@ class PeakModel:
         return found
 
     def _beside(self) -> Iterator[_Beside]:
-        """Yields the bytes of copies and of gathered operands, by moment.
+        """Yields the bytes of copies and gathered operands that `alive` does not count.
 
-        `LivenessTrace.alive` does not count these bytes. Each entry has a moment, and
-        pairs of a column of `matrix` and bytes.
+        Each entry has a moment (row of `LivenessTrace.alive`), and pairs of a column of
+        `matrix` and the bytes to add there, before division by mesh axes. The copies
+        are those of transposed arrays and of the rows of ragged matmuls.
         """
         for moment, index in self.trace.copied:
             value = self._graph.values[index]
@@ -755,12 +760,13 @@ class PeakEval:
 
     @cached_property
     def _update(self) -> Any:
-        """Bytes at the update of ZeRO levels 1 and 2, one entry per mesh.
+        """Bytes of new parameters during the update of ZeRO levels 1 and 2, by mesh.
 
         Each device updates one part of every parameter, and then gathers the other
-        parts. Old parameters are read until the last part is updated, so gathered new
-        parameters have buffers of their own. The part that is being updated has three
-        buffers. On meshes without `fsdp` the bytes are 0.
+        parts. Old parameters are read until the last part is updated, so the gathered
+        new parameters have buffers of their own. The part that is being updated has
+        three buffers, counted as large as the part of the largest parameter. The result
+        has one entry per mesh; it is 0 on meshes without `fsdp`.
         """
         total: Any = 0.0
         largest: Any = 0.0

@@ -1,8 +1,8 @@
 """Compares two plans: mesh and settings, seconds and bytes, the terms that differ most.
 
 A term is a part of the seconds of a step (such as compute) or of the bytes on a device
-(such as parameters). Every number is a number of one of the plans, or the difference or
-ratio of two such numbers.
+(such as parameters). Nothing is predicted again: every number is read from a plan, or
+is the difference or ratio of two such numbers.
 """
 
 from collections import Counter, defaultdict
@@ -223,11 +223,11 @@ exceeds this share of the difference."""
 def slower(plan: Plan, other: Plan) -> str:
     """Describes the terms that make the other plan's step longer or shorter.
 
-    A term is a part of a step's seconds, such as compute. Names the terms with the
-    largest differences until they make up the share `_MOST` of the added or saved
-    seconds. Also names the term that changes most in the other direction, if its change
-    exceeds the share `_AGAINST` of the difference. Returns '' if both steps take the
-    same time.
+    A term is a part of a step's seconds, such as compute. For a longer step, names the
+    terms that grow most, until they make up the share `_MOST` of all that grow. Also
+    names the term that shrinks most, if it shrinks by more than the share `_AGAINST` of
+    the difference of the steps. For a shorter step, the reverse. Returns '' if both
+    steps take the same time.
     """
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:

@@ -42,7 +42,8 @@ def stacked(
 ) -> str:
     """Draws stacked horizontal bars, and a line at the limit.
 
-    A limit far beyond all bars is only mentioned in text, so that the bars stay large.
+    A limit above `_FAR` times the longest bar is only mentioned in text, so that the
+    bars stay large.
 
     Args:
         rows: for each bar its label, and a map from the name of each term (a piece of
@@ -192,13 +193,13 @@ def report_html(
     checked: Iterable[Section] = (),
     planned_again: Iterable[Section] = (),
 ) -> str:
-    """Renders the report of a plan as an HTML page; plans nothing.
+    """Renders the report of a plan as an HTML page; runs no search.
 
     Args:
         plan: the plan to report.
-        decision: the decision that selected the plan. Without a decision (a plan from a
-            file), the report lacks the shapes of arrays, and of alternatives the bytes
-            by term, such as parameters.
+        decision: the decision that selected the plan; None for a plan from a file. The
+            report then lacks the shapes of arrays, and shows only the total bytes of
+            each alternative instead of bytes by term.
         checked: sections after the memory, such as the compiler's check of the plan.
         planned_again: sections at the end, for which the caller planned again: the
             costs of pins (settings that the user has fixed) and the lints.

@@ -77,10 +77,10 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
     """Finds the best plans for the nearest batch sizes that the device count divides.
 
     The batch sizes are the multiples of the device count next below and next above the
-    workload's batch. Compute seconds are scaled with the batch; all other terms stay
-    the same. A batch size that no mesh divides with the settings that the user has
-    fixed is left out. Returns () if the batch is a multiple of the device count, or the
-    device count is a multiple of the batch.
+    workload's batch. A batch size is left out if no mesh for it has the settings that
+    the user has fixed. Compute seconds are those of the workload's batch, scaled with
+    the batch size; all other terms stay the same. Returns () if the batch is a multiple
+    of the device count, or the device count is a multiple of the batch.
     """
     asked, there = decision.question.batch_size, decision.cluster.num_devices
     if math.gcd(asked, there) == min(asked, there):
@@ -91,25 +91,27 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
 
 
 def _examples_each(question: Workload) -> int:
-    """Returns the number of examples in each unit of `question.batch_size`.
+    """Returns the number of examples divided by `question.batch_size`.
 
-    A loss that reshapes its 64 examples to 8 x 8 has 8 units of 8 examples each.
-    Returns 1 if no reshape splits the examples.
+    `batch_size` is the size of the dim that mesh axes can divide. For a loss that
+    reshapes its 64 examples to 8 x 8, it is 8, and the result is 8. Returns 1 if no
+    reshape splits the examples.
     """
     each, rest = divmod(question.num_examples, max(1, question.batch_size))
     return 1 if rest else max(1, each)
 
 
 def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
-    """Finds the best plan for a batch.
+    """Finds the best plan for another batch size.
 
     Args:
-        decision: the plan of the workload's own batch.
+        decision: the decision for the workload's own batch.
         asked: the workload's `batch_size`.
-        batch: the other batch size, in the same units.
+        batch: the other batch size, counted as `batch_size` counts.
 
     Returns:
-        The batch and its plan; None if no mesh divides the batch with the user's pins.
+        The batch size in examples, its plan, and the seconds of a step; None if no mesh
+        for this batch size has the user's pins.
     """
     try:
         found = best_of(
@@ -127,9 +129,10 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 
 
 def batch_text(decision: Decision) -> tuple[str, float]:
-    """Describes what a batch costs that the devices do not divide evenly.
+    """Describes how many seconds a batch costs that the devices do not divide evenly.
 
-    Returns a text ('' for nothing to say) and the seconds of a step that it costs:
+    Returns a text ('' for nothing to report) and the seconds of a step that another
+    batch would save:
 
     * If a pin (a setting that the user has fixed) leaves no mesh that divides the
       batch: a text on padding rows, and the seconds that the padding adds.
@@ -719,7 +722,7 @@ def _spec(plan: Plan, path: str) -> Spec:
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:
-    """Finds what a batch costs that does not suit the number of devices.
+    """Finds the seconds that a better number of examples or devices would save.
 
     The findings are on a batch that the devices do not divide, on unused devices, and
     on a step that one device alone would run faster.

@@ -45,9 +45,10 @@ def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
 
 
 def pin_section(decision: Decision) -> tuple[Section, ...]:
-    """Tabulates what each pin (a setting that the user has fixed) costs.
+    """Tabulates the seconds of a step that each pin costs, and the plan without it.
 
-    Returns a single section; () without pins.
+    A pin is a setting that the user has fixed. Each pin has a row; with several pins,
+    one more row is for all pins together. Returns a single section; () without pins.
     """
     prices = pin_prices(decision)
     if not prices:
@@ -153,10 +154,8 @@ def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
     The pins replace the decision's pins of the same names. If no plan fits, the result
     is the one that needs the least memory.
 
-    First searches the meshes of all devices, and those of fewer devices if the best
-    plan fits but has devices that repeat the work of others (`best_of` with
-    `fewer="if faster"`). If no mesh of this search has the pins, searches other
-    meshes of fewer devices too (`fewer="always"`).
+    First searches as for any plan (`best_of` with `fewer="if faster"`). If no mesh has
+    the pins, searches again with meshes of fewer devices (`fewer="always"`).
 
     Raises:
         ValueError: no mesh has the pins; or only meshes of fewer devices have them, and

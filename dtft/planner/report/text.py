@@ -105,9 +105,11 @@ _LITTLE = 0.5
 
 
 def mesh_sections(plan: Plan) -> tuple[Section, ...]:
-    """Tabulates the links along each mesh axis, and the work and arrays it divides.
+    """Tabulates the mesh axes: the links of each, and what it divides.
 
-    Returns () if the plan has no `axes`.
+    A row has the axis, its size, the links along it, the share of the work that it
+    divides, and the number of arrays that it divides. Returns () if the plan has no
+    `axes`.
     """
     if not plan.axes:
         return ()
@@ -455,10 +457,11 @@ def _totals(found: Iterable[Collective], error: float) -> tuple[str, str]:
 
 
 def bound(plan: Plan) -> Section:
-    """Compares the predicted step with lower bounds of this plan and of all plans.
+    """Compares the predicted seconds of a step with lower bounds.
 
-    The rows have the seconds that each resource is busy at its peak, longest first. The
-    longest is the roofline of this plan.
+    A row has the seconds that one resource would be busy at its peak; the longest is
+    first, and is the roofline: no step of this plan takes less. A note has the lower
+    bound of all plans for this step and cluster, if it is known.
     """
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     ranked = sorted(plan.roofline.items(), key=lambda item: -item[1])

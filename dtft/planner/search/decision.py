@@ -201,9 +201,10 @@ all devices divides the batch (details: `MeshRules.fewer`).
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RematVariant:
-    """The search under one remat policy, and its candidates with their prices.
+    """The candidates with one remat policy, priced.
 
-    The prices are predicted time and memory.
+    `search` is the object that priced them. `priced` has the candidates with their
+    predicted time and memory.
     """
 
     search: PlanSearch
@@ -295,8 +296,9 @@ def best_of(
         cluster: a cluster of equal devices.
         pins: axis sizes and other settings that the user has fixed.
         what_if: searches settings that cannot be run too; see `decide`.
-        batch: the batch that meshes must divide, if not the batch of the workload.
-            Prices are those of the workload's own batch in either case.
+        batch: the number of samples that the data axes of a mesh must divide; None:
+            that of the workload. Time and memory are predicted for the workload's own
+            batch in either case.
         fewer: when meshes of fewer devices than all are searched: "never",
             "if faster" (if devices of the best plan repeat the work of others) or
             "always". `Fewer` has the details.
@@ -372,10 +374,11 @@ def _best_of(
 
 
 def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVariant]:
-    """Adds candidates that keep their optimizer state in host memory.
+    """Adds copies of candidates that keep their optimizer state in host memory.
 
-    Adds only candidates that may be the best (`PlanSearch.with_offload`). `found` has
-    the priced candidates of each remat policy; the result has these and the added ones.
+    Adds them only for candidates of which the copy may be the best plan
+    (`PlanSearch.with_offload`). `found` has the priced candidates of each remat policy;
+    the result has these and the copies.
     """
     unfit, _, least = min(map(_first, found.values()))
     best_s = math.inf if unfit else least
@@ -451,13 +454,13 @@ def _left_out(
 
 
 def _worth(found: Any) -> bool:
-    """Returns whether saving memory, by remat or offload, may give a better plan.
+    """Returns whether a plan may become better if remat or offload saves memory.
 
-    This is so if no candidate fits. It is also so if the remat policy of the best
-    candidate has a faster candidate that does not fit.
+    Returns True if no candidate fits, or if a candidate with the remat policy of the
+    best candidate does not fit, but has a smaller `Priced.worth_s`.
 
     Args:
-        found: the remat policies priced so far (`RematVariant`).
+        found: a `RematVariant` for each remat policy that was priced so far.
     """
     best = min(found, key=_first)
     priced = best.priced
@@ -486,7 +489,7 @@ def _prices_all(question: Workload, pool: Pool) -> bool:
 
 
 def _first(one: RematVariant) -> tuple[bool, bool, float]:
-    """Returns the sort key of a remat policy's best candidate; the least is best."""
+    """Returns the sort key (`_order_of`) of the best candidate of a remat policy."""
     return _order_of(one, int(one.priced.ranking[0]))
 
 
@@ -566,12 +569,12 @@ def _found(
 def _priced(
     question: Workload, pool: Pool, space: Space, order: tuple[Remat, ...]
 ) -> dict[Remat, RematVariant]:
-    """Prices candidates under each remat policy of `order` in turn.
+    """Prices candidates under the first policy of `order`, and others if worthwhile.
 
-    Stops as soon as another policy cannot save memory that a better plan needs
-    (`_worth`), unless it may also save time (`_prices_all`). Prices only the candidates
-    with the smallest batch: the requested batch, or if no mesh divides it, the batch
-    that is rounded up least. Returns {} if `space` is empty.
+    Another policy is priced only if saving memory may give a better plan (`_worth`), or
+    if remat may also save time (`_prices_all`). Only the candidates with the smallest
+    batch are priced: the requested batch, or if no mesh divides it, the batch that is
+    rounded up least. Returns {} if `space` is empty.
     """
     if not len(space):
         return {}

@@ -48,13 +48,13 @@ def elimination_order(
 
     Returns None if the tables that elimination in this order creates exceed a limit.
 
-    The order is greedy. Edges join variables that share a table. Next is the variable
-    whose elimination adds the fewest edges. If several variables add equally many
-    edges, but at least one, next is the one whose elimination creates the smallest
-    table. If several variables add no edge, or also create equally large tables, next
-    is the one with the highest number. On a tree whose parents have lower numbers than
-    their children, such as a chain that is numbered from end to end, the order is the
-    reverse of the numbers.
+    The order is greedy (minimum fill). In a graph of the variables, edges join those
+    that share a table. Elimination of a variable adds edges between its neighbors. The
+    next variable is the one whose elimination adds the fewest edges. Of several such
+    variables, it is the one that creates the smallest table, if they add edges at all;
+    then the one with the highest number. For a chain that is numbered from end to end,
+    and for a tree whose parents have lower numbers than their children, the order is
+    the reverse of the numbers.
 
     Args:
         sizes: the number of values of each variable; variables with one value are
@@ -120,18 +120,20 @@ def _price(
 
 
 def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[int]:
-    """Removes a variable from the sets in `neighbors`.
+    """Removes an eliminated variable from the graph of variables.
 
-    If `filled`, also adds the missing edges between the variable's neighbors.
+    Edges join variables that share a table. Elimination creates a table of all
+    neighbors of the variable, so the missing edges between them are added.
 
     Args:
-        variable: the variable.
+        variable: the eliminated variable.
         neighbors: for each variable, those that share a table with it; changed in
             place.
-        filled: whether edges may be missing.
+        filled: whether to add edges; False if none is missing.
 
     Returns:
-        The variables whose place in the elimination order may have changed.
+        The variables whose elimination may now add another number of edges or create a
+        table of another size.
     """
     near = neighbors[variable]
     changed = set(near)
@@ -242,11 +244,11 @@ def eliminate_each(
 
 
 def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray:
-    """Adds up tables along one variable, with the other variables' values given.
+    """Adds up tables for every value of one variable, at given values of the others.
 
     Args:
         bucket: the tables to add up, all with the variable.
-        variable: the variable whose values are compared.
+        variable: the variable that takes every value.
         values: values of all variables, one assignment per row; the column of
             `variable` is not read.
 

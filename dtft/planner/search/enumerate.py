@@ -407,9 +407,8 @@ def _with_orders(
 ) -> Space:
     """Combines candidates with the orders of their axes that may be best on the fabric.
 
-    Only the first order of a mesh counts as a baseline (a common rule of thumb). A
-    candidate without room for its state is kept only as a baseline, and so only with
-    the first order.
+    A baseline (mesh of a common rule of thumb) stays a baseline only in its first
+    order. A baseline without room for its state is kept only in its first order.
 
     Args:
         columns: the candidates, with the column `room` (whether their state has room).
@@ -467,11 +466,11 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
 
 
 def _values_near(space: Space, name: str, value: Any) -> str:
-    """Lists, for an error, values of a setting that candidates of a space have.
+    """Lists for an error the values of a setting that occur in a space, near `value`.
 
-    These are all policies of `remat`, else the three numbers nearest to `value`. Only
-    candidates with the most devices count. Returns '' for the pins `order` and
-    `stage_layers`, and for an empty space.
+    For `remat`, lists all policies that occur; for other settings, the three numbers
+    nearest to `value`. Of all candidates, reads only those that use the most devices.
+    Returns '' for the pins `order` and `stage_layers`, and for an empty space.
     """
     if not len(space) or name in ("order", "stage_layers"):
         return ""
@@ -495,11 +494,11 @@ meshes of each of these numbers."""
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """Returns smaller numbers of devices that can divide the work evenly.
+    """Returns numbers of devices, below all devices, that can divide the work evenly.
 
-    Each number divides the product of the batch and the size of a dim of a weight (or
-    the batch alone). Returns the `_MOST` largest of these numbers that are below the
-    number of all devices.
+    Returns the `_MOST` largest numbers that divide the batch, or the batch times the
+    size of a weight's dim. The data axes can then divide the batch, and `tensor` the
+    dim.
 
     Args:
         question: the workload, whose weights have dims that `tensor` may divide.

@@ -63,9 +63,9 @@ Terms = dict[str, np.ndarray]
 def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     """Finds the repeated layers of a workload; None if it has no repeated layers.
 
-    The result also has the share of time of the layers, and of the operators before and
-    after them. The time assumes that operators such as elementwise ones are fused
-    (`CHEAP`), also on CPU.
+    The result also has the shares of a step's time of three parts: the layers, the
+    operators before them, and the operators after them. The time is that with
+    elementwise and similar operators fused into others (`CHEAP`), also on CPU.
 
     Args:
         question: the workload.
@@ -195,11 +195,12 @@ class Staged:
         zero: np.ndarray,
         num: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Computes the base seconds per step of each part of the model.
+        """Computes the base seconds of forward and backward, by part of the model.
 
         Base seconds are those by the catalog's figures, before scalars multiply them.
-        The parts (`PARTS`) are the operators before the layers, the layers, and the
-        operators after the layers.
+        They are for all microbatches of a step, on devices that run the whole part. The
+        parts (`PARTS`) are the operators before the layers, the layers, and the
+        operators after the layers. The update is left out.
 
         Args:
             division: which axes divide which dims.
@@ -208,9 +209,11 @@ class Staged:
             num: the number of stages of each candidate.
 
         Returns:
-            Seconds by kind of work (`STAGE_SCALES`), without sends; float [candidates,
-            parts, 6]. And seconds of collectives of gradients and parameters, on fast
-            links and on networks (`LINK_SCALES`); float [candidates, parts, 2].
+            Two arrays. Seconds of computing and of collectives of activations, with a
+            column for each of `STAGE_SCALES`; that of sends between stages is 0; float
+            [candidates, parts, 6]. And seconds of collectives of gradients and
+            parameters, on fast links and on networks (`LINK_SCALES`); float
+            [candidates, parts, 2].
         """
         ways = self._prices.priced_ops(division)
         staged = (num > 1).any()
@@ -266,9 +269,10 @@ class Staged:
         """Computes the seconds per step of collectives that reduce gradients.
 
         Args:
-            alone: seconds of collectives that are sent one by one, by part of the model
-                (position in `PARTS`) and mesh axes.
-            together: bytes of combined collectives, by part of the model.
+            alone: seconds per step of collectives that are sent one by one, by part of
+                the model (position in `PARTS`) and mesh axes.
+            together: bundles (combined collectives) of each part of the model, with
+                their bytes each time they are sent.
             points: index of each candidate's point (mesh and number of microbatches).
             zero: ZeRO level of each candidate.
 
@@ -365,12 +369,12 @@ class Staged:
         return np.stack([np.where(far, 0.0, seconds), np.where(far, seconds, 0.0)], -1)
 
     def _parts_of(self, ways: Sequence[PricedOp]) -> list[tuple[float, ...]]:
-        """Computes how each group of operators is spread over the parts of the model.
+        """Computes the shares of each group of operators in the parts of the model.
 
         The parts (`PARTS`) are the operators before the layers, the layers, and the
-        operators after them. A part has the share of a group's executions that are in
-        the part. For operators that XLA fuses (`CHEAP`, such as elementwise ones), it
-        has the share of the bytes instead.
+        operators after them. The share is the number of the group's executions in the
+        part, divided by all its executions. For a group of operators that XLA fuses
+        (`CHEAP`, such as elementwise ones), bytes are counted instead of executions.
 
         Args:
             ways: the groups of operators, with their prices.
@@ -445,10 +449,11 @@ class Staged:
         return found
 
     def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
-        """Computes the seconds per step of a stage's sends; float [points].
+        """Computes the seconds per step that a stage sends to its neighbors.
 
-        A point is a mesh and a number of microbatches. The seconds are for one virtual
-        stage (group of layers) per stage.
+        These are the sends of activations to the next stage, and of gradients to the
+        one before, if each stage has one virtual stage (group of layers). The result is
+        float [points]; a point is a mesh and a number of microbatches.
         """
         messages = [
             Message(sent=one, repeats=((MICRO,),))

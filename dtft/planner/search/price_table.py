@@ -76,10 +76,10 @@ class Cases:
 class Columns:
     """The points of a space: its distinct pairs of mesh and number of microbatches.
 
-    Meshes with another order of their axes on the fabric are distinct. For a given
-    division of dims by axes, the work of a device in forward, backward and update
-    depends on the point alone. If a new setting of plans changes the work of operators,
-    it becomes one more column here. `search` adds the effects of all other settings.
+    Meshes that differ only in the order of their axes on the fabric are distinct. The
+    work of a device in its operators depends only on the point and on the division of
+    dims by axes. A new knob that changes this work must become a part of the point.
+    `search` adds the effects of all other knobs.
     """
 
     def __init__(self, pool: Pool, space: Space) -> None:
@@ -121,11 +121,10 @@ class Columns:
         return self._parts[axes]
 
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """Finds the devices that communicate along some axes, for each point.
+        """Finds the device group of a collective over some axes, for each point.
 
-        A point is a mesh and a number of microbatches. The devices of a collective over
-        the axes (a group) are given by the number of members on each level of the
-        fabric.
+        A point is a mesh and a number of microbatches. A group is the number of members
+        that the devices of a collective have on each level of the fabric.
 
         Args:
             axes: the axes of the collective.
@@ -139,7 +138,9 @@ class Columns:
         return self._lies[axes]
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
-        """Finds the devices that communicate along each of several sets of axes.
+        """Finds the device groups of collectives over each of several sets of axes.
+
+        Does the same as `lies`, with one numbering of the groups of all sets.
 
         Args:
             several: the sets of axes; not empty.
@@ -181,20 +182,20 @@ class Columns:
         return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
-        """Partitions the points (meshes with a number of microbatches) into cases.
+        """Makes cases of points at which quantities are divided by equal numbers.
 
-        All points of a case have the same product of the sizes of each set of axes in
-        `divisors`.
+        A point is a mesh and a number of microbatches. Two points are in one case if
+        for each set of axes in `divisors` the product of their sizes is equal.
         """
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
 
     def sending(self, axes: Axes, divisors: Iterable[Axes]) -> Cases:
-        """Partitions the points (meshes with a number of microbatches) into cases.
+        """Makes cases of points at which a collective takes equally long.
 
-        All points of a case have the same product of the sizes of each set of axes in
-        `divisors`, and as many devices on each level of the fabric that communicate
-        over `axes`.
+        A point is a mesh and a number of microbatches. Two points are in one case if
+        for each set of axes in `divisors` the product of their sizes is equal, and if a
+        collective over `axes` has equally many members on each level of the fabric.
         """
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
@@ -309,9 +310,10 @@ Repeats = tuple[Axes, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A collective whose seconds are computed, and how often a step sends it.
+    """A collective whose seconds are computed.
 
-    `repeats` has the axes whose sizes multiply the number of sends.
+    `repeats` is `((MICRO,),)` for a collective that is sent for each microbatch, () for
+    one that is sent once in a step.
     """
 
     sent: CollectiveOp
@@ -344,14 +346,15 @@ class Rates:
         self._axes_used: dict[Axes, np.ndarray] = {}
 
     def repeats(self, repeats: Repeats) -> Table:
-        """Computes how often work is repeated per step: the product of axis sizes.
+        """Computes how often work is done in a step, for each point.
 
-        The result has a partition of the points (meshes with a number of microbatches)
-        into cases, and the number of repeats for each case.
+        This is the number of microbatches, or 1. The result has a partition of the
+        points (meshes with a number of microbatches) into cases, and the number of
+        executions for each case.
 
         Args:
-            repeats: the axes: `((MICRO,),)` for work of each microbatch, () for work
-                that is done once.
+            repeats: `((MICRO,),)` for work that is done for each microbatch, () for
+                work that is done once in a step.
         """
         cases = self.columns.divided(repeats)
         times = np.ones(len(cases.first))
@@ -368,19 +371,22 @@ class Rates:
         cold: bool,
         moved: float,
     ) -> Table:
-        """Computes the seconds of an operator on a device, for many points at once.
+        """Computes the seconds per step of an operator on a device, for each point.
 
-        Counts one execution. If microbatches divide the operator's work, counts one
-        execution for each microbatch. The result has a partition of the points (meshes
-        with a number of microbatches) into cases, and the seconds for each case.
+        Counts one execution in a step, or one execution for each microbatch if
+        microbatches divide the operator's work. The result has a partition of the
+        points (meshes with a number of microbatches) into cases, and the seconds for
+        each case.
 
         Args:
             graph: the program with the operator.
-            key: cache key; equal keys and operation counts mean equal work.
-            done: the work of the operator.
+            key: cache key (`Works.pattern`). Operators with equal keys, flops and
+                numbers of strided elements must have equal work.
+            done: the work of a device in one execution of the operator.
             cold: whether the operator reads bytes that are not in a cache of the
                 device; see `computing_s`.
-            moved: bytes that kernels move per byte of operands and results.
+            moved: bytes that the operator's kernels read and write in memory, per byte
+                of its operands and results.
         """
         one = done.operator
         key = key, one.flops, one.special, one.strided, one.turned, cold, moved
@@ -402,10 +408,12 @@ class Rates:
         return self._computing[key]
 
     def sending(self, asked: Sequence[Message]) -> list[Table]:
-        """Computes the seconds of each collective, sent once or once per microbatch.
+        """Computes the seconds per step of each collective, for each point.
 
-        `Message.repeats` says which. Each result has a partition of the points (meshes
-        with a number of microbatches) into cases, and the seconds for each case.
+        If a collective is sent for each microbatch (`Message.repeats`), these are the
+        seconds of all its sends together; otherwise those of its only send. Each result
+        has a partition of the points (meshes with a number of microbatches) into cases,
+        and the seconds for each case.
         """
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
@@ -418,11 +426,12 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Computes the seconds of collectives of equal kind, axes and repeats.
+        """Computes the seconds per step of collectives (`sending`), all at once.
 
-        The collectives may differ in their bytes, in whether sync skew is included
-        (`Message.meets`), and in whether computation hides a part of their time
-        (`Message.ahead`).
+        The collectives have one kind, the same axes, bytes divided by the same axes,
+        and equal `Message.repeats`. They may differ in their bytes, in whether sync
+        skew is included (`Message.meets`), and in whether computation hides a part of
+        their time (`Message.ahead`).
 
         Yields for each collective a partition of the points into cases, and the seconds
         for each case.
@@ -446,20 +455,18 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Computes the seconds per step of bundles, beyond those that `sending` counts.
+        """Computes the seconds per step of bundles that `sending` does not count.
 
         A bundle is a set of collectives that the compiler may combine. For a bundle
-        sent as one message, the seconds are those of its transfer and its sync skew
-        (devices wait for each other). For a bundle whose arrays are sent one by one,
-        the seconds are those of its sync skew only, because `sending` counts the
-        transfers. A bundle that depends on no computation (`Bundle.ahead`) has no sync
-        skew.
+        that is sent as one message, counts its transfer and its sync skew (seconds that
+        devices wait for each other). For a bundle whose arrays are sent one by one,
+        counts only its sync skew: `sending` counts the transfers. A bundle that depends
+        on no computation (`Bundle.ahead`) has no sync skew.
 
         Args:
-            asked: pairs of bundles and points (meshes with a number of microbatches) to
-                price them at. Each bundle has the bytes of all its arrays each time it
-                is sent. Pricing many pairs at once takes little longer than pricing
-                one.
+            asked: entries to price at once, which is faster than one by one. Each has
+                bundles, with the bytes that a device sends each time, and indices of
+                the points (meshes with a number of microbatches) to price them at.
 
         Returns:
             For each entry of `asked` the seconds on its points; float [points].
@@ -561,10 +568,10 @@ class _Joined:
 
 
 def repeats_of(done: OperatorWork) -> Repeats:
-    """Returns how often an operator runs in a step, as the axes that repeat it.
+    """Returns whether an operator runs once per microbatch or once per step.
 
-    These are `((MICRO,),)`, once per microbatch, if microbatches divide the operator's
-    work, else (), once.
+    Returns `((MICRO,),)` (once per microbatch) if microbatches divide the operator's
+    work, otherwise () (once per step).
     """
     return ((MICRO,),) if MICRO in done.divided_by else ()
 
@@ -591,11 +598,11 @@ def works_of(question: Workload) -> "Works":
 
 
 class Works:
-    """The work of a device in each group of operators (`Workload.groups`).
+    """Computes and caches the work of a device in each group of operators.
 
-    A group has operators of equal cost, or operators that XLA fuses (`OpGroup`). Caches
-    the work by division: which mesh axes divide which dims. Groups are given by their
-    index.
+    A group has operators of equal cost, or operators that XLA fuses (`OpGroup`). It is
+    given by its index in `Workload.groups`. The work depends on the division: which
+    mesh axes divide which dims.
     """
 
     def __init__(self, question: Workload) -> None:
@@ -625,12 +632,12 @@ class Works:
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
-        """Returns a key that groups share if their operators differ in dims only.
+        """Returns a key that is equal for groups whose operators differ only in dims.
 
-        The mesh axes must divide the corresponding dims in the same way. The key is the
-        pattern of the group's operator (the operator with its dims renumbered from 0),
-        and the part of the division that the operator's work depends on. Groups with
-        equal keys may still have different dims and numbers of operations.
+        The key is the pattern of the group's operator (the operator with its dims
+        renumbered from 0), and the part of the division that its work depends on. So
+        two groups have equal keys only if the same axes divide corresponding dims. The
+        numbers of operations may still differ.
 
         Args:
             key: a group under a division (`key`).
@@ -782,11 +789,12 @@ class Prices:
     def _bundled(
         self, group: OpGroup, done: OperatorWork, sent: CollectiveOp, cases: Cases
     ) -> tuple[Bundle, Table] | None:
-        """Finds the bundle of a group's collective, and the collective's bytes in it.
+        """Finds the bundle of a group's collective, and the bytes that it adds to it.
 
-        A bundle has collectives that the compiler may combine. Returns None if the
-        collective is sent alone. The bytes are those of all the group's operators each
-        time the bundle is sent, for each case of `cases`.
+        A bundle is a set of collectives that the compiler may combine. Returns None if
+        the collective is sent alone. The bytes, for each case of `cases`, are those
+        that a device sends for all operators of the group each time that the bundle is
+        sent.
         """
         found = self._bundle(group, done, sent)
         if found is None:
@@ -803,15 +811,15 @@ def bundle_of(
     sent: CollectiveOp,
     software: Software = XLA,
 ) -> Bundle | None:
-    """Returns the bundle in which a group's collective is sent; None if sent alone.
+    """Returns the bundle of a group's collective; None if it is sent alone.
 
     A bundle is a set of collectives that the compiler may combine. A collective is sent
     alone if the forward or backward pass waits for it (`OpGroup.last` is false), or if
     XLA never combines its kind.
 
-    Software that first adds up the gradients of all microbatches on each device
-    (`Software.sums_first`) sends all-reduces of gradients once a step. From ZeRO level
-    2, it sends a reduce-scatter of the gradients of each microbatch.
+    A collective of an operator that runs for each microbatch is sent for each
+    microbatch. There is one exception: all-reduces, if the software first adds up the
+    gradients of all microbatches on each device (`Software.sums_first`).
 
     Args:
         platform: the platform of the devices, such as `cuda`.
@@ -861,10 +869,11 @@ class Sums:
 def sum_prices(ways: Iterable[PricedOp]) -> Sums:
     """Adds up the prices of a program's groups of operators.
 
-    Operators of the update count as `optimizer`, all others as `compute`. Collectives
-    that are sent one by one count as `sending` (seconds), bundles that the compiler may
-    combine as `together` (bytes). Bundles whose arrays are still sent one by one, as on
-    CPU, count as both.
+    Seconds of the update's operators are added to `optimizer`, those of all others to
+    `compute`. Seconds of collectives that are sent one by one are added to `sending`,
+    bytes of bundles (collectives that the compiler may combine) to `together`. Bundles
+    whose arrays are still sent one by one, as on CPU, are added to both. Collectives of
+    activations are also added to `waited` and `waited_together`.
     """
     totals = Sums(
         compute=Total(),

@@ -1,6 +1,6 @@
-"""Time and memory of candidates, which of them fit, and their ranking.
+"""Priced candidates: their time and memory, which of them fit, and their ranking.
 
-`search` computes the values.
+`search` predicts the time and memory. This module ranks the candidates by them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -4,11 +4,13 @@ For each mesh and number of microbatches, the dims that `tensor` divides are sel
 an exact solver, but as if each collective were sent separately, without overlap with
 computation. The prices then include combined collectives and overlap.
 
-To add a knob (a setting of plans), first add its values to `enumerate_space`. For an
-axis, add the dims that the axis divides to `PlanSearch._base`. A knob that changes
-the work of operators on a device becomes a column of `Columns`. A knob that changes
-only which arrays are kept, gathered or updated is read from the space in `_terms` and
-`_memory`.
+To add a knob (a setting of plans), make `enumerate_space` enumerate its values. Then:
+
+* For an axis of the mesh: add the dims that it divides to `PlanSearch._base`.
+* For a knob that changes the work of operators: make it a part of the points of
+  `Columns`.
+* For a knob that changes only which arrays are kept, gathered or updated: read it from
+  the space in `PlanSearch._terms` and `PlanSearch._memory`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,9 +69,10 @@ def sending_s(
     """Computes the seconds per step of collectives, before overlap with computation.
 
     Counts the collectives of operators and the all-gathers of parameters, but not the
-    sends between pipeline stages. For all-gathers that wait for no computation and are
-    sent one by one, the share that measured links hide behind computation is left out.
-    The caller subtracts all other overlap, with `cost.added_s`.
+    sends between pipeline stages. One overlap is already subtracted: all-gathers that
+    wait for no computation and are sent one by one count without the share of their
+    time that computation hides on measured links. The caller computes all other
+    overlap, with `cost.added_s`.
 
     Args:
         resting: computes the gathers of parameters that ZeRO divides.
@@ -318,7 +321,11 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Returns which dims each axis except `tensor` and `stage` divides."""
+        """Returns the division without `tensor`, whose dims `Chooser` selects.
+
+        It says which dims the axes of data, sequence and experts divide. The axis
+        `stage` divides no dims.
+        """
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
@@ -340,7 +347,10 @@ class PlanSearch:
     def _layouts(
         self, of: np.ndarray, found: Sequence[ShardingAssignment], which: np.ndarray
     ) -> list[Part]:
-        """Returns the divisions, each with the indices of the candidates that use it.
+        """Pairs each division with the indices of the candidates that use it.
+
+        If the software divides positions too, adds this to the divisions
+        (`_with_positions`). Candidates whose point has no division are left out.
 
         Args:
             of: the point (mesh and number of microbatches) of each candidate.
@@ -353,10 +363,10 @@ class PlanSearch:
         return [(one, np.flatnonzero(at == n)) for n, one in enumerate(found)]
 
     def _with_positions(self, division: ShardingAssignment) -> ShardingAssignment:
-        """Returns a division in which `tensor` divides positions (of tokens) too.
+        """Adds to a division that `tensor` divides positions (of tokens).
 
-        `tensor` divides the positions of an array only if it divides no other dim of
-        the array (`Software.splits_positions`).
+        `tensor` divides the positions only in arrays of which it divides no other dim
+        (`Software.splits_positions`).
         """
         question = self.question
         positions = set(question.sequence_dims)
@@ -393,10 +403,11 @@ class PlanSearch:
         return prices, resting, Staged(resting)
 
     def step_cost(self, space: Space) -> StepCost:
-        """Computes the base seconds of every candidate, which scalars multiply.
+        """Computes the base seconds of every candidate.
 
-        Base seconds are those by the catalog's figures of devices and links. The
-        scalars (`Scales`) are fitted to measured steps.
+        Base seconds are those by the catalog's figures of devices and links. To predict
+        a step, `StepCost.terms` multiplies them by scalars (`Scales`), which are fitted
+        to measured steps.
 
         Args:
             space: the candidates.
@@ -434,11 +445,10 @@ class PlanSearch:
     def _staged_terms(
         self, staged: Staged, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields for each part (a division and its candidates) the seconds by term.
+        """Yields the seconds by term, for pipelines and software other than XLA.
 
-        A division says which axes divide which dims. Unlike `_terms`, covers pipeline
-        stages and software other than XLA, and has the term `bubble` (waiting for other
-        stages).
+        Otherwise does the same as `_terms`, with one more term: `bubble`, the seconds
+        of waiting for other stages.
         """
         for division, rows in parts:
             found = staged.cost(division, space, rows).terms(Scales().vector())
@@ -453,11 +463,12 @@ class PlanSearch:
     def _terms(
         self, resting: Resting, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields for each part (a division and its candidates) the seconds by term.
+        """Yields the seconds by term of the candidates of each division.
 
-        A division says which axes divide which dims. The terms are compute,
-        collectives, optimizer and launch. Each has the seconds per step of the part's
-        candidates.
+        `parts` has pairs of a division (which axes divide which dims) and the indices
+        of its candidates. Yields a map for each pair, from a term (compute,
+        collectives, optimizer, launch) to seconds per step; float [candidates of the
+        pair].
         """
         ways = resting.prices.priced_ops
         sums = [price_table.sum_prices(ways(division)) for division, _ in parts]

@@ -1,10 +1,11 @@
 """Computes the seconds of a step from base seconds and scalars that multiply them.
 
 `StepCost` has the base seconds of candidates: the seconds by the catalog's figures of
-devices and links, for one microbatch on each kind of stage and for a whole step.
-`Scales` has the scalars, one per kind of work or link. The scalars are fitted to
-measured steps, and a fit computes the base seconds of each step only once. `pipeline`
-computes the base seconds from the prices of operators.
+devices and links. Stages of a pipeline with equal work are one kind of stage; some of
+the seconds are for one microbatch on each kind, the others for a whole step. `Scales`
+has the scalars, one per kind of work or link. The scalars are fitted to measured steps,
+and a fit computes the base seconds of each step only once. `pipeline` computes the base
+seconds from the prices of operators.
 """
 
 from collections.abc import Mapping, Sequence
@@ -98,10 +99,11 @@ def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Base seconds of a step (by the catalog's figures), for many candidates.
+    """Base seconds of a step, for many candidates.
 
-    `terms` multiplies the base seconds by scalars. The first dim of each array has one
-    row per candidate.
+    Base seconds are those by the catalog's figures of devices and links. `terms`
+    multiplies them by scalars (`Scales`). The first dim of each array has one entry per
+    candidate.
     """
 
     stages: np.ndarray
@@ -182,15 +184,18 @@ class StepCost:
         return np.add.reduce(list(self.terms(scales).values()))
 
     def _exposed(self, behind: np.ndarray, computing: np.ndarray) -> np.ndarray:
-        """Computes the seconds that collectives add to the computation that hides them.
+        """Computes by how much overlapped collectives lengthen the computation.
 
-        The result is the part of the collectives that computation cannot hide, plus the
-        slowdown of the computation that hides the rest (`cost.added_s`). Overlap and
-        slowdown are those of each candidate; float [candidates, kinds of stages].
+        The result is the seconds of collectives that computation cannot hide, plus the
+        seconds by which the hidden collectives slow computation down (`cost.added_s`).
+        Uses each candidate's own limits of overlap (`overlap_share`, `order`).
 
         Args:
-            behind: seconds of the collectives alone; [candidates, kinds of stages].
-            computing: seconds of the computation alone; the same shape.
+            behind: seconds of the collectives alone, of one microbatch.
+            computing: seconds of the computation alone, of one microbatch.
+
+        Returns:
+            Seconds; like both arguments float [candidates, kinds of stages].
         """
         overlapped = self.overlap_share[:, None] * computing
         t, c = self.order[:, None, :, 0], self.order[:, None, :, 1]
@@ -203,10 +208,9 @@ class StepCost:
 def stack(costs: Sequence[StepCost]) -> StepCost:
     """Concatenates the candidates of several `StepCost` objects into one.
 
-    The result has as many kinds of stages as the object with the most; the other
-    objects get kinds with zero stages. It also has as many pairs in `StepCost.order`
-    (which limit what computation hides) as the object with the most; the other objects
-    get pairs (0, 0), which hide neither more nor less.
+    Arrays of an object with fewer kinds of stages, or fewer pairs in `StepCost.order`,
+    are padded with zeros. A padded kind has no stages, and a padded pair limits
+    nothing, so the seconds of a candidate do not change.
     """
     kinds = max(cost.counts.shape[1] for cost in costs)
     pairs = max(cost.order.shape[1] for cost in costs)

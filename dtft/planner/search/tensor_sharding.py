@@ -98,11 +98,11 @@ class Chooser:
     def __init__(
         self, prices: Prices, base: ShardingAssignment, axis: str, dims: Sequence[int]
     ) -> None:
-        """Prices the operators for each choice of dims.
+        """Prices each operator for each subset of its dims that the axis may divide.
 
         Args:
-            prices: prices of the program's operators.
-            base: dims that the other axes divide; `axis` does not divide these dims.
+            prices: computes the prices of the program's operators.
+            base: which other axes divide which dims; `axis` divides none of these dims.
             axis: the axis whose dims are selected.
             dims: dims that the axis may divide (`candidates`) if their sizes allow it.
         """
@@ -133,7 +133,7 @@ class Chooser:
         """Finds the dims that make a step fastest if the axis must not be idle.
 
         The axis must divide at least one heavy dim. A dim is heavy if dividing only
-        this dim divides at least 1 % (`NEARLY_NONE`) of the work of matmuls,
+        this dim divides at least 1 % (`NEARLY_NONE`) of the operations of matmuls,
         convolutions and kernels.
 
         Args:
@@ -161,9 +161,10 @@ class Chooser:
 
     @cached_property
     def _problem(self) -> CostProblem:
-        """The cost problem: variable 0 is the case, the others are the dims.
+        """The cost problem, whose costs are the seconds of a step.
 
-        A case is a set of points of equal costs. The variable of a dim is 1 if the axis
+        Variable 0 is the index of the case, a set of points (meshes with a number of
+        microbatches) with equal costs. Each other variable is a dim: 1 if the axis
         divides the dim, else 0.
         """
         number = {dim: 1 + place for place, dim in enumerate(self._dims)}
@@ -180,10 +181,10 @@ class Chooser:
 
     @cached_property
     def _heavy(self) -> list[int]:
-        """The variables of the dims that are worth dividing on their own.
+        """The variables (in `_problem`) of the heavy dims.
 
-        If the axis divides only such a dim, it divides at least 1 % (`NEARLY_NONE`) of
-        the work of matmuls, convolutions and kernels.
+        A dim is heavy if dividing only this dim divides at least 1 % (`NEARLY_NONE`) of
+        the operations of matmuls, convolutions and kernels.
         """
         divided = dict.fromkeys(self._dims, 0.0)
         for scope, choices in self._costs_of.items():
@@ -217,11 +218,12 @@ class Chooser:
         return divisions, which.ravel()
 
     def _tables(self, free: Sequence[int]) -> Tables:
-        """Prices the operators for each choice of dims that the axis divides.
+        """Prices each operator for each subset of its dims that the axis may divide.
 
-        The result has the operators with their prices, by their dims in `free`, then by
-        which of these dims the axis divides (0 or 1 for each). Operators without a dim
-        in `free` are left out.
+        The result maps a tuple of dims in `free` to a second map. Its keys have 1 for
+        each of these dims that the axis divides, else 0. Its values are the priced
+        groups of operators that have exactly these dims of `free`. Operators without a
+        dim in `free` are left out.
 
         Args:
             free: the dims that the axis may divide.
@@ -243,11 +245,10 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """Returns the partitions of the points that determine the costs in the tables.
+        """Returns partitions of the points by what the costs in the tables depend on.
 
-        A point is a mesh and a number of microbatches. Points that are in one case
-        (part) of each of these partitions have equal costs and an equal size of the
-        axis.
+        A point is a mesh and a number of microbatches. Two points that share a case in
+        each of the partitions have equal costs, and the axis has the same size in both.
         """
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
@@ -299,14 +300,15 @@ class Chooser:
 
 
 def _with_any(problem: CostProblem, variables: Sequence[int]) -> CostProblem:
-    """Returns a problem in which at least one of some variables with 2 values is 1.
+    """Adds to a problem the constraint that at least one of some variables is 1.
 
-    A chain of new variables says whether any variable up to a place is 1. Factors over
-    two or three variables keep the tables of an elimination small.
+    For each of the variables but the first, adds a variable that is 1 if this variable
+    or one before it in the list is 1. So the new factors have at most three variables,
+    and the tables of an elimination stay small.
 
     Args:
         problem: the problem.
-        variables: one or more of its variables.
+        variables: one or more of its variables, each with two values.
     """
     any_so_far, factors, sizes = variables[0], list(problem.factors), problem.sizes
     for variable in variables[1:]:
@@ -322,15 +324,17 @@ def _with_any(problem: CostProblem, variables: Sequence[int]) -> CostProblem:
 def _costs(
     choices: Mapping[tuple[int, ...], list[PricedOp]], alike: Cases
 ) -> np.ndarray:
-    """Adds up the seconds of operators with the same dims; float [2, ..., 2, cases].
-
-    The result has one dim of size 2 (0: undivided, 1: divided) for each dim of the
-    operators that the axis may divide. A case is a set of points (meshes with a number
-    of microbatches) of equal costs.
+    """Adds up the seconds per step of operators with the same dims.
 
     Args:
-        choices: map from the choice of divided dims to the operators with their prices.
-        alike: the cases.
+        choices: an entry of `Tables`: map from a 0 or 1 for each dim (1 if the axis
+            divides the dim) to the priced operators.
+        alike: a partition of the points (meshes with a number of microbatches) into
+            cases of equal costs.
+
+    Returns:
+        Float [2, ..., 2, cases], with one dim of size 2 for each dim of the operators
+        that the axis may divide.
     """
     shape = (2,) * len(next(iter(choices)))
     costs = np.zeros((*shape, len(alike.first)))

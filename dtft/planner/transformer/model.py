@@ -169,11 +169,12 @@ class ParallelLayout:
 
     @property
     def rules(self) -> Software:
-        """How the layout's software runs the step: which kernels, overlaps and sums.
+        """How the layout's software runs the step: its kernels, overlap, gradient sums.
 
-        These are the rules of `software`, with two fields set for this layout:
-        `sum_bytes` (bytes of an element of gradient sums) and `splits_positions`
-        (sequence parallelism).
+        These are the rules of `software`, with two fields set for this layout.
+        `sum_bytes`, the bytes of an element of gradient sums, is `gradient_bytes`, but
+        at most 4; it stays 0 for software without a kernel for the sums.
+        `splits_positions` is true with sequence parallelism and `tp` above 1.
         """
         rules = {"xla": XLA, "megatron": MEGATRON, "eager": EAGER}[self.software]
         parts = self.sequence_parallel and self.tp > 1

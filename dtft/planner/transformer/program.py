@@ -67,12 +67,15 @@ def _no_operations(operands: Any, results: Any, params: Any) -> float:
 def _attention_operations(products: float) -> Function:
     """Makes the function that counts the operations of flash attention.
 
-    Scores that the mask hides are counted too. On an A100, kernels skip these scores,
-    but run at a lower rate than matmuls, which costs about as much time. Newer GPUs are
-    slower by `Efficiency.mma_sync`: the kernels are FlashAttention 1 and 2.
+    The kernels are FlashAttention 1 and 2. On an A100, they skip the scores that the
+    causal mask hides, but run at a lower rate than matmuls. Both effects are about
+    equally large. So all scores are counted, and the kernels are predicted at the rate
+    of matmuls. On newer GPUs, the rate is multiplied by `Efficiency.mma_sync`.
 
     Args:
-        products: half of the number of matmuls: 1.0 means two matmuls.
+        products: half of the number of matmuls between queries, keys, values and
+            scores: 1.0 for the two of the forward pass, 2.5 for the five of the
+            backward pass.
     """
 
     def count(operands: Any, results: Any, params: Any) -> float:
@@ -141,7 +144,10 @@ def _differentiable(forward: Function, backward: Function) -> Function:
 
 
 def _keeping(name: str, keeps_result: bool = False) -> Function:
-    """Returns a function of one array that is one kernel forward and one backward.
+    """Returns a function of one array with a kernel for each pass.
+
+    The backward kernel reads the gradient of the result, and the argument or the result
+    of the forward kernel, which is kept in memory.
 
     Args:
         name: name of the forward kernel. The backward kernel has this name and `_back`.
@@ -160,7 +166,7 @@ def _keeping(name: str, keeps_result: bool = False) -> Function:
 
 
 def _masked(name: str) -> Function:
-    """Returns dropout as a function that is one kernel forward and one backward.
+    """Returns dropout as a function with a kernel for each pass.
 
     The forward kernel also writes the mask, which the backward kernel reads.
 

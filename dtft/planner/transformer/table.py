@@ -81,26 +81,32 @@ class Habits:
     """Dtype of matmuls."""
 
     def flash_attention(self, recompute: Recompute) -> bool:
-        """Returns whether flash attention, with scores on the chip, is the default.
+        """Returns whether an empty cell of a row means flash attention.
 
-        True if `fused` (the usual options since Hopper). Without `fused`, True only
-        without recomputation.
+        True if `fused` (the usual options since Hopper). Without `fused`, True only for
+        rows whose `recompute` is `none`.
+
+        Args:
+            recompute: what the row's run recomputes in the backward pass.
         """
         return self.fused or recompute == "none"
 
     def sequence_parallel(self, recompute: Recompute) -> bool:
-        """Returns whether sequence parallelism is the default.
+        """Returns whether an empty cell of a row means sequence parallelism.
 
-        True if `fused` (the usual options since Hopper). Without `fused`, False only
-        for full recomputation: sequence parallelism was published together with
-        selective recomputation (arXiv 2205.05198).
+        True if `fused` (the usual options since Hopper), and for rows without full
+        recomputation: sequence parallelism was published together with selective
+        recomputation (arXiv 2205.05198).
+
+        Args:
+            recompute: what the row's run recomputes in the backward pass.
         """
         return self.fused or recompute != "full"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One training run."""
+    """A row of a table: one training run, as a model's shape and its layout."""
 
     where: str
     """Number and name of the row, for messages."""
