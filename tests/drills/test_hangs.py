@@ -79,7 +79,7 @@ def test_survivors_whose_collective_never_ends_keep_their_processes(
 ):
     former = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{ENDLESS}{os.pathsep}{former}")
-    # At step 125 no host waits for the copies of a snapshot, so all wait in a collective.
+    # At step 125 no host waits for copies of a snapshot: all wait in a collective.
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
         *("--checkpoint.interval", "50", *faults("stop-host:1@125")),
