@@ -1,6 +1,7 @@
 """dtft: fault-tolerant distributed training with JAX.
 
-`import dtft` is light: public names and subpackages load on first use.
+`import dtft` loads neither JAX nor any subpackage. Public names and subpackages load on
+first use.
 """
 
 import importlib

@@ -1,9 +1,10 @@
 """Accepts the public names from before 24 November 2026, with a warning.
 
-An import hook serves the old module paths. `renamed` makes a function accept the old
-names of its arguments. `dtft.optim` serves its own old names and calls `warn`. The
-warning is a FutureWarning, because Python hides a DeprecationWarning from most users.
-This module imports only the standard library, so that importing `dtft` stays fast.
+An import hook (`install`) makes the old module paths importable. `renamed` makes a
+function accept the old names of its arguments. `dtft.optim` has its own table of old
+names and calls `warn`. The warning is a FutureWarning, because Python hides a
+DeprecationWarning from most users. This module imports only the standard library, so
+that importing `dtft` stays fast.
 """
 
 import functools
@@ -138,8 +139,9 @@ class _Module(ModuleType):
     def __call__(self, *args: Any, **given: Any) -> Any:
         """Calls the parent package's function that has the same name as this module.
 
-        The import of this module has hidden the function, because the module becomes
-        the package's attribute of this name.
+        For example, `dtft.planner` has a function `trace`. An import of the old module
+        `dtft.planner.trace` sets the package's attribute `trace` to this module, which
+        hides the function. So the module can be called like the function.
         """
         return self._hidden(*args, **given)
 

@@ -73,9 +73,10 @@ def start_coordination_service(
 
     If the service is not open, processes wait until all have connected, and process 0
     then publishes the devices of all. If it is open, a process can join at any time,
-    also with the index of a process that has died. For this, the function itself
-    connects once with each index before it returns. The processes of an open service
-    have the indices 1 to num_processes - 1; none may have index 0.
+    also with the index of a process that has died. JAX's service allows this once every
+    index has been connected, so this function itself connects with each index once
+    before it returns. The processes of an open service have the indices 1 to
+    num_processes - 1; none may have index 0.
 
     Args:
         address: host:port at which the service listens.
@@ -120,7 +121,10 @@ _PER_PROCESS = 2048
 
 
 def _cpu_topology(num_processes: int, cpu_devices: int) -> bytes:
-    """Encodes XLA's GlobalTopologyProto: processes with `cpu_devices` devices each."""
+    """Encodes XLA's GlobalTopologyProto of `num_processes` processes on CPU.
+
+    Each process has `cpu_devices` devices.
+    """
     nodes = b""
     for index in range(num_processes):
         node = _encoded(1, index) + _encoded(2, b"dtft")
@@ -257,9 +261,9 @@ def give_up_process(address: str, index: int) -> None:
     """Makes the coordination service count a process as replaced.
 
     The service must be open: a process may join at any time
-    (`start_coordination_service`). Connects with the index of the process and
-    disconnects again. If the process still runs, JAX ends it. Collectives that other
-    processes share with it end with an error.
+    (`start_coordination_service`). This function connects with the index of the process
+    and disconnects again. If the process still runs, JAX ends it. Collectives that it
+    shares with other processes end with an error.
 
     Args:
         address: host:port of the service.
@@ -281,7 +285,7 @@ def give_up_process(address: str, index: int) -> None:
 
 
 def know_processes(indices: Sequence[int], timeout_s: float) -> None:
-    """Tells XLA the current incarnations of the processes of the next collectives.
+    """Tells XLA the incarnations of the processes that share the next collectives.
 
     A process that connects with the index of a dead process is a new incarnation. On
     GPUs XLA aborts a collective once one of its processes has died or was replaced, but
@@ -341,8 +345,9 @@ def join_world(
 
     Args:
         address: host:port of the coordination service.
-        process_id: index of this process, 0 to num_processes - 1.
-        num_processes: number of processes of the service, which never changes.
+        process_id: index of this process, 0 to num_processes - 1; from 1 if the service
+            is open (`start_coordination_service`).
+        num_processes: number of indices of the service, which never changes.
         heartbeat_s: heartbeat timeout of JAX in seconds, rounded up to whole seconds.
         timeout_s: longest wait for the service, in seconds.
     """
@@ -441,7 +446,11 @@ def share_cached_programs() -> None:
 
 
 class _Read(threading.local):
-    """The entry of JAX's compilation cache that each thread has read last."""
+    """What a thread has read last from JAX's compilation cache.
+
+    Each thread has its own values. `looked` is whether the thread has looked for an
+    entry since the values were last reset.
+    """
 
     looked = False
     entry: bytes | None = None
@@ -484,9 +493,9 @@ class PortableProgram:
             others: the devices to load the program for; as many, in mesh order.
 
         Raises:
-            ValueError: the function closes over arrays; or the program may have come
-                from JAX's compilation cache without a call of `share_cached_programs`
-                before.
+            ValueError: the function closes over arrays; or JAX has a compilation cache,
+                and `share_cached_programs` was not called before the program was
+                compiled.
         """
         program: Any = self.compiled
         if not self._has_bytes:
@@ -532,9 +541,10 @@ class _Pickler(pickle.Pickler):
     """Pickles a compiled JAX program; devices are pickled as their ids."""
 
     def __init__(self, file: io.BytesIO, content: bytes | None) -> None:
-        """Takes the file to write to, and the program as XLA has serialized it.
+        """Takes the file to write to, and the program in XLA's serialized form.
 
-        If `content` is None, the program is serialized when it is pickled.
+        `content` is the serialized program; None: the pickler serializes the program
+        itself.
         """
         super().__init__(file)
         self._content = content
@@ -824,8 +834,8 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
     """Returns the number of constants and of carried values of a `scan`.
 
     `eqn` is the equation of the `scan` in a jaxpr. The constants are its first
-    arguments, followed by the carry. Both numbers are parameters of the equation. JAX
-    0.12 has `ft_in` instead, the trees of the arguments.
+    arguments, followed by the carry. Both numbers are parameters of the equation. In
+    JAX 0.12 they are counted from the parameter `ft_in`, the trees of the arguments.
     """
     if "ft_in" in eqn.params:
         constants, carry, _ = eqn.params["ft_in"].unpack()
@@ -852,7 +862,8 @@ _ASSUMED_CUDNN = 91000
 """Version of cuDNN (9.10) for which attention is traced on a machine without cuDNN."""
 _ASSUMING = threading.Lock()
 _assumers: list[tuple[Any, Any]] = []
-"""For each `with` block of `cudnn_assumed`, the functions of JAX that it has found."""
+"""For each running `with` block of `cudnn_assumed`, JAX's own two functions that check
+cuDNN; the last block to end restores them."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Names the leaves of a tree by their paths, alike in plans and in checkpoints.
+"""Names each leaf of a tree by its path. Plans and checkpoints use these names.
 
 A path joins dict keys, attribute names and sequence indices with "/". A "/" in a key,
 as in the names of Haiku's modules, is written "%2F".

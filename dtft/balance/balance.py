@@ -1,34 +1,34 @@
 """Decides from measured rounds of steps when to change the division of load.
 
-A division is the load of each node, such as its number of microbatches.
+A division is the load of each node, such as its number of microbatches. A round is a
+series of training steps with one division. `Balance.after` is a pure function: it takes
+the measured seconds of a round and returns the next `Balance`, perhaps with another
+division. What is divided is a `Work`: `Microbatches`, `Operators` or `Layers`.
 
-A round is a series of training steps with one division, and has four parts: divide,
-train, measure, judge. `Balance.after` is a pure function: it takes the measured seconds
-of a round and returns the next `Balance`. What is divided is a `Work`: `Microbatches`,
-`Operators` or `Layers`.
+There are two policies:
 
-There are two policies. `proportional` raises the weight of a node that waits. `exact`
-takes the division that is best for the seconds of `SpeedEstimator`, if the gain is
-above the noise. `exact` has a guarantee if a step takes as long as its slowest node.
-Let e be the largest relative error of the estimated seconds of nodes, d the least gain
-that is accepted, a the division at the end, a* the best division, T(x) the true and
-T(x; est) the estimated step seconds of division x, and K `Rules.patience`.
-The last candidate c was refused: (1 - d) T(a; est) <= T(c; est), and T(c; est) <=
-T(a*; est) because c is best for the estimates. Estimates are off by at most e:
-(1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
-T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)).
-If c was tried before, it was refused by the measured seconds of both divisions: then
-T(a) (1 - d) <= T(c) with an error e of each, and T(c) <= T(a*) (1 + e) / (1 - e), so
-(1 + e) / (1 - e) counts twice. Each accepted division multiplies the true T by at most
-r = (1 - d) (1 + e) / (1 - e). With d > 2 e / (1 + e), r is below 1. So at most
-ln(T(a0) / T(a*)) / ln(1 / r) divisions are accepted, with a0 the first division, each
-followed by at most K rounds.
+* `proportional` gives nodes load in proportion to their weights, which stand for their
+  relative speeds. After each round it raises the weights of the nodes that waited
+  longer than the mean, and lowers the others.
+* `exact` estimates the seconds of each node (`SpeedEstimator`) and computes the
+  division with the shortest step by these estimates. It changes to this division if
+  that saves more than the fraction d of a step's seconds. The threshold d is higher if
+  the measured seconds vary more.
 
-The bound does not hold if a step also waits for other things, as a pipeline does, or if
-a node's seconds do not follow from its load. Still, between two drifts of a node a
-remembered division is accepted again only if it was measured to be faster by d than the
-division in force. `speed_estimator.MOST` divisions are remembered, or all divisions if
-`after` gets the seconds of whole steps.
+`exact` has a guarantee if a step takes as long as its slowest node. Let e be the
+largest relative error of a node's estimated seconds. Once `exact` changes the division
+no more, a step takes at most (1 + e) / ((1 - e) (1 - d)) times as long as with the best
+division. If the last refused division was in force before, (1 + e) / (1 - e) is
+squared. With d > 2 e / (1 + e) the number of changes is finite. The comment below the
+imports has the proof.
+
+The guarantee does not hold if a step also waits for other things, as a pipeline does,
+or if a node's seconds do not follow from its load. Even then `exact` does not alternate
+between two divisions: it accepts an earlier division again only if the measured steps
+of that division save more than d, or if a node has drifted (its seconds have changed
+relative to the other nodes). The measured seconds are kept for the last
+`speed_estimator.MOST` divisions, or for all divisions if `after` gets the seconds of
+whole steps.
 """
 
 from collections.abc import Mapping
@@ -41,6 +41,20 @@ from numpy.typing import ArrayLike, NDArray
 from dtft.balance.load_shares import waits
 from dtft.balance.speed_estimator import Load, SpeedEstimator, Speeds, key_of
 from dtft.planner.arguments import check_choice, check_number, check_whole
+
+# Proof of the guarantee of `exact`. Let a be the division at the end, a* the best
+# division, T(x) the true and T(x; est) the estimated step seconds of division x, and K
+# `Rules.patience`. The last candidate c was refused: (1 - d) T(a; est) <= T(c; est),
+# and T(c; est) <= T(a*; est) because c is best for the estimates. Estimates are off by
+# at most e: (1 - e) T(a) <= T(a; est) and T(a*; est) <= (1 + e) T(a*). Together:
+#     T(a) <= T(a*) (1 + e) / ((1 - e) (1 - d)).
+# If c was in force before, it was refused by the measured seconds of both divisions:
+# then T(a) (1 - d) <= T(c) with an error e of each, and
+#     T(c) <= T(a*) (1 + e) / (1 - e),
+# so (1 + e) / (1 - e) counts twice. Each accepted division multiplies the true T by at
+# most r = (1 - d) (1 + e) / (1 - e), which is below 1 if d > 2 e / (1 + e). So at most
+#     ln(T(a0) / T(a*)) / ln(1 / r)
+# divisions are accepted, with a0 the first division, each followed by at most K rounds.
 
 # Seconds of whole steps by division. If a step takes longer than its slowest node (a
 # pipeline fills and drains, nodes wait for transfers), the seconds of nodes do not
@@ -84,8 +98,9 @@ class StepTimes:
             division: The division in force (a value of `Work.best` or `by_weight`).
             load: Units of work of each node in the division, such as microbatches.
             step_s: Seconds of the whole steps of the round, `[steps]`.
-            level: Factor by which all nodes became slower; earlier seconds are
-                multiplied by this factor.
+            level: Factor by which all nodes were slower in this round than estimated
+                (`SpeedEstimator.level`). The seconds of earlier rounds are multiplied
+                by this factor.
 
         Raises:
             ValueError: `step_s` is empty, or has a number that is not above 0.
@@ -107,11 +122,11 @@ class StepTimes:
         return StepTimes(took={**took, load: here})
 
     def gain(self, here: Load, there: Load) -> float | None:
-        """Returns the share of a step's seconds that a change of the load would save.
+        """Returns the fraction of a step's seconds that a change of load would save.
 
         The change is from load `here` to load `there` (the units of work of each node).
-        The share is computed from measured steps. It is below 0 if `there` is slower,
-        and None if either load has no measured steps.
+        The fraction is computed from measured steps. It is below 0 if `there` is
+        slower, and None if either load has no measured steps.
         """
         if here not in self.took or there not in self.took:
             return None
@@ -120,8 +135,8 @@ class StepTimes:
     def fastest(self, here: Load) -> tuple[Any, float] | None:
         """Finds the division (load of each node) with the fastest measured steps.
 
-        Returns the division, and the share of a step's seconds that a change from load
-        `here` to this division would save. Returns None if `here` has no measured
+        Returns the division, and the fraction of a step's seconds that a change from
+        load `here` to this division would save. Returns None if `here` has no measured
         steps.
         """
         if here not in self.took:
@@ -152,9 +167,11 @@ class Work(Protocol[Division]):
         ...
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Division:
-        """Returns the division (load of each node) with the shortest step if each node
-        takes `unit_s` seconds per unit of load, and `fixed_s` more seconds per step;
-        `[n]` each."""
+        """Returns the division (load of each node) with the shortest step.
+
+        Each node takes `unit_s` seconds per unit of load, and `fixed_s` more seconds
+        per step (None: 0); `[n]` each.
+        """
         ...
 
     def load(self, division: Division) -> Floats:
@@ -167,19 +184,23 @@ class Work(Protocol[Division]):
         """Returns the seconds that a step takes with a division.
 
         Each node takes `unit_s` seconds per unit of load, and `fixed_s` more seconds
-        per step; `[n]` each.
+        per step (None: 0); `[n]` each.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Options that decide when the division (the load of each node) changes, and when
-    it counts as settled."""
+    """Options of `Balance`: the policy, and when the division of load changes.
+
+    A division counts as settled after `patience` rounds (series of steps) without a
+    change of the division and without drift. A node drifts if its seconds change
+    relative to the other nodes.
+    """
 
     policy: Policy = "exact"
     least_gain: float = 0.01
-    """Least share of a step's seconds that a new division must save for `exact` to
+    """Least fraction of a step's seconds that a new division must save for `exact` to
     change to it."""
     noise_factor: float = 2.0
     """`exact` accepts a gain only if it exceeds this many relative standard errors of
@@ -203,15 +224,16 @@ class Rules:
 class Judgement:
     """What a round of steps showed, and whether the division of work was changed.
 
-    Has the seconds that nodes waited for the slowest node, the gain of the candidate
-    (the division that the policy proposes), and whether the candidate was accepted.
+    Nodes wait in each step for the slowest node: `max_wait_s` is the mean over steps of
+    the longest wait, `mean_wait_s` the mean over steps and nodes. The candidate is the
+    division that the policy proposes, and `changed` whether it was accepted.
     """
 
     max_wait_s: float
     mean_wait_s: float
     gain: float
-    """Share of a step's seconds that the candidate saves. With `proportional` the gain
-    is 1 if the candidate differs from the division in force, else 0."""
+    """Fraction of a step's seconds that the candidate saves. With `proportional` the
+    gain is 1 if the candidate differs from the division in force, else 0."""
     threshold: float
     """Gain that a candidate must exceed. The seconds that the candidate saves must also
     exceed the cost of the change."""
@@ -222,7 +244,12 @@ class Judgement:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance(Generic[Division]):
-    """The division in force (the load of each node), and the measurements of nodes."""
+    """The division of load in force, and the measured seconds of nodes and steps.
+
+    A division is the load of each node. `weights` are the relative speeds of the nodes,
+    `[n]`, by which `proportional` divides. `rounds` is the number of measured rounds
+    (series of steps). `judgement` is that of the last round; None before the first.
+    """
 
     work: Work[Division]
     rules: Rules
@@ -267,12 +294,12 @@ class Balance(Generic[Division]):
 
     @property
     def settled(self) -> bool:
-        """Whether the division is settled: no change and no drift in `patience` rounds.
+        """Whether the last `patience` rounds had no change of division and no drift.
 
         `patience` is a field of `rules`; a round is a series of steps with one
         division. A node drifts if its seconds per unit change relative to the other
-        nodes. A settled division can still change if a node drifts, or if more steps
-        make the noise smaller than a gain.
+        nodes. A settled division can still change: after a drift, or once more measured
+        steps have reduced the threshold below the gain of another division.
         """
         return self.unchanged >= self.rules.patience
 
@@ -287,9 +314,12 @@ class Balance(Generic[Division]):
         """Returns the balance after one more round, perhaps with another division.
 
         A round is a series of steps with one division. The policy of `rules` proposes a
-        division, the candidate. The division changes to the candidate if the gain
-        (`Judgement.gain`) exceeds the threshold, and if the seconds that the candidate
-        saves in `remaining_steps` exceed `cost_s`.
+        division, the candidate. The division changes to the candidate if the gain (the
+        fraction of a step's seconds that the candidate saves) exceeds the policy's
+        threshold, and if the seconds saved in `remaining_steps` exceed `cost_s`. The
+        threshold of `proportional` is 0. That of `exact` is the larger of
+        `rules.least_gain` and `rules.noise_factor` times the relative standard error of
+        the nodes' seconds.
 
         Args:
             busy_s: Seconds of local work of each node in each step of the round,
@@ -297,7 +327,8 @@ class Balance(Generic[Division]):
             step_s: Seconds of whole steps, `[steps]`, if these exceed the seconds of
                 the slowest node. `exact` then compares measured divisions by step
                 seconds. None: a step takes as long as its slowest node.
-            remaining_steps: The number of steps that a new division would serve.
+            remaining_steps: The number of steps that remain, in which a new division
+                would be in force.
             cost_s: Seconds to change the division (compiling, moving state).
 
         Raises:
@@ -356,12 +387,13 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
 def _gain(
     now: Balance[Division], candidate: Division, speeds: Speeds
 ) -> tuple[float, float]:
-    """Returns the share of a step's seconds that a candidate division saves.
+    """Returns the fraction of a step's seconds that a candidate saves, and its error.
 
-    The candidate is compared with the division in force. The second number is the error
-    of the share: the larger of the relative standard errors of the nodes' seconds in
-    the two divisions. The share is computed from the nodes' seconds. These are measured
-    if `SpeedEstimator.measured` has both divisions, else estimated by `speeds`.
+    The candidate is a division that may replace the division in force. The fraction is
+    computed from the seconds of each node in both divisions. These are measured seconds
+    if both divisions were measured (`SpeedEstimator.measured`), else the estimates
+    `speeds`. The error is the largest relative standard error of the seconds of a node
+    in either division.
     """
     loads = [now.work.load(it) for it in (now.division, candidate)]
     here, there = (now.tried.measured(load) for load in loads)
@@ -383,8 +415,10 @@ def _proportional(
 ) -> tuple[Division, Floats, float, float]:
     """Raises the weights of nodes that wait longer than the mean; lowers the others.
 
-    The new weights have a mean of 1, and then none is below `_LEAST_WEIGHT`. `busy` has
-    the seconds of local work of each node in each step, `[steps, n]`.
+    Nodes get load in proportion to their weights, which stand for their relative
+    speeds. The new weights are scaled to a mean of 1; then weights below
+    `_LEAST_WEIGHT` are raised to it. `busy` has the seconds of local work of each node
+    in each step, `[steps, n]`.
 
     Returns:
         The division by the new weights (the candidate), the new weights, the gain and

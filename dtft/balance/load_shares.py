@@ -70,7 +70,8 @@ class Microbatches:
     """The microbatches of a step as work to divide between nodes (`balance.Work`).
 
     A node is a replica. A division is the number of microbatches of each node (the
-    shares), `[n]`.
+    shares), `[n]`. `total` is the number of microbatches of a step. A node takes at
+    least `low` microbatches, and at most its entry of `cap` (None: no limit).
     """
 
     num_nodes: int
@@ -102,7 +103,7 @@ class Microbatches:
         """Returns the shares with the fewest seconds until the last node is done.
 
         A node takes `fixed_s + share * unit_s` seconds in a step, its share being a
-        number of microbatches; `[n]` each.
+        number of microbatches; `[n]` each. `fixed_s` of None means 0.
         """
         return allocate(unit_s, self.total, fixed_s=fixed_s, cap=self.cap, low=self.low)
 
@@ -148,7 +149,7 @@ def makespan(
     """Returns the seconds until the last node has done its share of a step.
 
     A node takes `fixed_s + share * unit_s` seconds, its share being a number of
-    microbatches.
+    microbatches; `[n]` each. `fixed_s` of None means 0.
     """
     fixed = np.zeros(()) if fixed_s is None else np.asarray(fixed_s, float)
     return float(np.max(fixed + np.asarray(shares) * np.asarray(unit_s, float)))
@@ -217,10 +218,12 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 def _before_makespan(
     seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
-    """Finds how many microbatches each node can finish just before the least makespan.
+    """Computes shares of microbatches that end before the shortest possible step.
 
-    The least makespan is the shortest time in which all nodes together can do `total`
-    microbatches; it is found by bisection.
+    The shortest possible step is the least time in which all nodes together can do
+    `total` microbatches; it is found by bisection. Each node gets as many microbatches
+    as it can end before this time, but at least `low` and at most its entry of `most`.
+    `_hand_out` divides the few microbatches that are left over.
 
     Args:
         seconds: seconds per microbatch on each node, `[n]`.
@@ -347,7 +350,7 @@ class Layers:
     """The layers of a model as work to divide between pipeline stages (`balance.Work`).
 
     A node runs one stage: stage s is on node s. A division is the number of layers of
-    each stage, `[stages]`.
+    each stage, `[stages]`. A unit of load is one second of the cost model.
     """
 
     layer_s: Floats
@@ -407,13 +410,13 @@ class Layers:
         return self.layer_s.shape[1]
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Returns the best split for nodes whose relative speeds are the weights.
+        """Returns the best division for nodes whose relative speeds are the weights.
 
         A node of weight 0 gets no layer.
 
         Raises:
             ValueError: a weight is not a finite number of 0 or more, or `best` finds no
-                split.
+                division.
         """
         each = f"each of {self.num_nodes} stages"
         given = np.array(numbers("weights", weights, each))
@@ -421,16 +424,18 @@ class Layers:
             return self.best(1 / given)
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Counts:
-        """Finds the split of the layers with the shortest step.
+        """Finds the division (number of layers of each stage) with the shortest step.
 
         Args:
-            unit_s: Real seconds for each second of the cost model, `[stages]`; infinite
-                for a stage that can have no layer.
-            fixed_s: Extra seconds in a step of each stage that has layers, `[stages]`.
+            unit_s: Seconds that each stage takes per second of the cost model,
+                `[stages]`; infinite for a stage that must have no layer.
+            fixed_s: Extra seconds in a step of each stage that has layers, `[stages]`;
+                None: 0.
 
         Raises:
-            ValueError: `unit_s` is not a number above 0 for each stage, or no split
-                fits into memory and has all kernels.
+            ValueError: `unit_s` is not a number above 0 for each stage; or there is no
+                division in which each stage has at least `low` layers (a field), and
+                its node has the kernels and the memory for them.
         """
         unit = np.asarray(unit_s, float)
         if unit.shape != (self.num_nodes,) or not (unit > 0).all():
@@ -469,7 +474,8 @@ class Layers:
         Args:
             division: the number of layers of each stage, `[stages]`.
             unit_s: real seconds for each second of the cost model, `[stages]`.
-            fixed_s: extra seconds in a step of each stage that has layers, `[stages]`.
+            fixed_s: extra seconds in a step of each stage that has layers, `[stages]`;
+                None: 0.
         """
         sums = self._with(fixed_s, self._sums(np.asarray(unit_s, float)))
         counts = check_division(division, self.num_nodes, len(self.layer_s))
@@ -496,7 +502,12 @@ class Layers:
     def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
         """Adds each stage's `fixed_s / microbatches` to the seconds in `sums`.
 
-        `sums` is as returned by `_sums`. Ranges without layers keep 0 seconds.
+        Ranges without layers keep 0 seconds.
+
+        Args:
+            fixed_s: extra seconds in a step of each stage that has layers, `[stages]`;
+                None: 0.
+            sums: `[stages, start, stop]`, the result of `_sums` or `_costs`.
         """
         if fixed_s is None:
             return sums
@@ -542,7 +553,10 @@ def _array(rows: Sequence[Any]) -> Any:
 
 
 def _upto(rows: Floats) -> Floats:
-    """Returns cumulative sums: entry n is the sum of the first n rows, n from 0."""
+    """Returns cumulative sums over the rows, `[rows + 1, columns]`.
+
+    Entry n is the sum of the first n rows, so entry 0 is 0.
+    """
     return np.concatenate([np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0)])
 
 
@@ -552,11 +566,11 @@ def _of_stages(sums: Floats, division: Counts) -> Floats:
 
 
 def _least_sum(costs: Floats) -> Counts | None:
-    """Finds the split of the layers for which the costs of all stages sum to the least.
+    """Divides the layers between the stages, for the least sum of the stages' seconds.
 
-    `costs` are `[stages, start, stop]`: the cost of the layers from `start` to `stop`
-    - 1 on each stage. Returns the number of layers of each stage; None if every split
-    has an infinite sum.
+    `costs`, `[stages, start, stop]`, has the seconds of the layers from `start` to
+    `stop` - 1 on each stage, infinite where a stage must not have these layers. Returns
+    the number of layers of each stage; None if every division has an infinite sum.
     """
     num_stages, num_places, _ = costs.shape
     least = np.full(num_places, np.inf)

@@ -31,7 +31,8 @@ class Operators:
     """The tasks of a step as work to divide between nodes (`balance.Work`).
 
     A task is an operator, a loop or a layer of a program; a node is a device. A
-    division is a `Placement`: the node of each task.
+    division is a `Placement`: the node of each task. `order`, `microbatches` and
+    `moves` are the arguments of `of`.
     """
 
     tasks: Tasks
@@ -93,13 +94,14 @@ class Operators:
         )
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
-        """Tries one or more placements; returns the placement with the shortest step.
+        """Makes one or more placements; returns the one with the shortest step.
 
-        Each placement is the result of `by_weight` for relative speeds of the nodes.
-        The first relative speeds are `1 / unit_s`. If a node has a `fixed_s` above 0,
-        `TURNS` further placements are tried. The relative speed of a node is then the
-        geometric mean of its previous relative speed and its speed under the load of
-        the previous placement.
+        The first placement is that of `by_weight` for the relative speeds `1 / unit_s`.
+        If a node has a `fixed_s` above 0, its seconds per unit depend on its load. Then
+        `TURNS` (3) further placements are made. Before each of them, the relative speed
+        of every node is replaced by the geometric mean of two speeds: its last relative
+        speed, and its speed in the last placement with `fixed_s` included
+        (`_with_load`).
 
         Args:
             unit_s: seconds of each node per second of the cost model, `[n]`.

@@ -2,8 +2,9 @@
 
 Drift is a change of a node's seconds relative to the other nodes. The seconds of a unit
 depend on the division (the units of each node), because a node has fixed work in each
-step (an update, transfers). So drift is tested on rounds of one division only (a round
-is a series of measured steps), and a measured division keeps its measured seconds.
+step (an update, transfers). So drift is tested only between rounds with the same
+division (a round is a series of measured steps). For a division that was measured, the
+measured seconds are kept and used in place of the estimate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 TRIM = 0.1
-"""Share of a round's steps that a node's mean leaves out as the slowest, to exclude
+"""Fraction of a round's steps, the slowest, that a node's mean leaves out, to exclude
 pauses of the machine. The mean leaves out as many of the fastest steps."""
 
 SHARED_STEPS = 20
@@ -45,9 +46,10 @@ because clocks and caches limit precision."""
 class UnitTimes:
     """Mean seconds per unit of load on each node, in one division of the load.
 
-    A unit is a microbatch, or a second of the cost model. All arrays are `[n]`. Means
-    are scaled to the speed of the nodes in the last round (series of measured steps).
-    `num_steps` is 0 for a node without measurements.
+    A unit is a microbatch, or a second of the cost model. All arrays are `[n]`. If all
+    nodes became slower or faster together, the means of earlier rounds (series of
+    measured steps) are multiplied by the common factor. `num_steps` is 0 for a node
+    without measurements.
     """
 
     num_steps: NDArray[np.int64]
@@ -75,7 +77,11 @@ class UnitTimes:
 
     @property
     def error(self) -> Floats:
-        """Relative standard error of each node's `mean_s`, `[n]`; 0 if not measured."""
+        """Relative standard error of each node's `mean_s`, `[n]`; 0 if not measured.
+
+        The variance of a node's seconds is averaged with the mean relative variance of
+        all measured nodes (`SHARED_STEPS`), because few steps give a poor estimate.
+        """
         known = self.num_steps > 0
         if not known.any():
             return np.zeros(known.size)
@@ -93,10 +99,9 @@ class UnitTimes:
 
         Args:
             busy_s: Seconds of local work of each node in each step, `[steps, n]`.
-            load: Units of each node in each of the steps, `[n]`: the same load as in
-                the rounds that `self` was measured in. A node without load was not
-                measured; its mean, if it has one, is multiplied by the factor by which
-                the other nodes became slower.
+            load: Units of each node in a step, `[n]`; the same as in the earlier
+                rounds. A node without load is not measured. Its mean, if it has one, is
+                multiplied by the factor by which all other nodes became slower.
 
         Raises:
             ValueError: shapes do not fit, or a node with load has seconds that are not
@@ -135,14 +140,19 @@ class UnitTimes:
     ) -> "UnitTimes":
         """Returns the unit times with `rise` and `fall` updated by one more round.
 
-        `rise` and `fall` are the evidence that a node became slower or faster. For
-        nodes that drifted, `rise`, `fall` and `num_steps` are 0.
+        The deviation of a node is its mean in the round minus its earlier mean, divided
+        by the standard error of this difference. `rise` grows by the deviation minus
+        `SLACK`, and `fall` by the negative deviation minus `SLACK`; neither falls below
+        0. A node has drifted if one of them exceeds 5 + log(n) and if the two means
+        differ by more than the fraction `LEAST_CHANGE`. Then its `rise`, `fall` and
+        `num_steps` become 0.
 
         Args:
             mean: mean seconds per unit in the round, `[n]`.
             variance: variance of these seconds between steps, `[n]`.
             steps: number of steps of the round.
-            loaded: whether each node had load in the round, `[n]`.
+            loaded: whether each node had load in the round, `[n]`; the others keep
+                their values.
         """
         known = loaded & (self.num_steps > 0)
         estimate = np.where(known, self.mean_s, 1.0)
@@ -179,9 +189,9 @@ class UnitTimes:
 def shared_level(ratio: Floats) -> float:
     """Returns the factor by which all nodes became slower; below 1: faster.
 
-    `ratio` is each node's seconds now, relative to its seconds before. The factor is
-    the value of `ratio` closest to 1. It is 1 if some nodes became slower and others
-    faster, and if `ratio` is empty.
+    `ratio` is each node's seconds now, relative to its seconds before. If all ratios
+    are above 1, the factor is the least of them; if all are below 1, the greatest.
+    Otherwise it is 1, also if `ratio` is empty.
 
     >>> shared_level(np.array([1.5, 1.2])), shared_level(np.array([1.5, 0.9]))
     (1.2, 1.0)
@@ -194,11 +204,16 @@ def shared_level(ratio: Floats) -> float:
 def drifted(
     before: UnitTimes, after: UnitTimes, load: ArrayLike, steps: int
 ) -> tuple[int, ...]:
-    """Returns the numbers of the nodes that drifted in a round of `steps` steps.
+    """Returns the indices of the nodes that drifted in a round.
 
-    `after` is `before` with the measurements of the round included, in which `load` has
-    the units of each node. A node drifted if `after` has dropped the node's earlier
-    measurements, so that it counts fewer than `steps` more steps.
+    `UnitTimes.after` drops the earlier measurements of a node that has drifted. So the
+    node's `num_steps` in `after` is below that in `before` plus `steps`.
+
+    Args:
+        before: the unit times before the round.
+        after: the unit times with the measurements of the round included.
+        load: units of each node in the round, `[n]`.
+        steps: number of steps of the round.
     """
     begun = (np.asarray(load) > 0) & (before.num_steps > 0)
     begun &= after.num_steps < before.num_steps + steps
@@ -206,11 +221,11 @@ def drifted(
 
 
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
-    """Returns the trimmed mean of `unit_s` over its steps, and a variance, `[n]` each.
+    """Returns the trimmed mean of `unit_s` over the steps, and a variance, `[n]` each.
 
-    `unit_s` is `[steps, n]`. The share `TRIM` of the values is left out at either end.
-    The variance is a winsorized one: divided by the number of steps, it is the variance
-    of the mean. The variance is 0 if there is only one step.
+    `unit_s` is `[steps, n]`. The mean leaves out the fraction `TRIM` of the steps at
+    either end. The variance is that of the trimmed mean, from winsorized values, times
+    the number of steps. It is 0 if there is only one step.
     """
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)
@@ -264,24 +279,26 @@ MOST = 6
 measured last are kept. Each checkpoint stores all kept measurements."""
 
 OTHERWISE = 0.01
-"""Relative standard error that is added, in quadrature, to a node's older measurements:
-those under other loads than its newest. Since then the node may have become slower or
-faster for other reasons than its load."""
+"""Relative standard error that is added, in quadrature, to a node's measurements under
+other loads than the load that it was measured with last. Since these measurements the
+node may have become slower or faster for other reasons than its load."""
 
 LIKELY_FIXED = 0.15
 """Assumed size of a node's fixed seconds (the seconds of a step that do not depend on
-load), as a share of the node's shortest measured seconds. Used until a node was
+load), as a fraction of the node's shortest measured seconds. Used until some node was
 measured with different loads."""
 
 MOST_FIXED = 0.5
-"""Upper limit of a node's fixed seconds (which do not depend on load), as a share of
+"""Upper limit of a node's fixed seconds (which do not depend on load), as a fraction of
 the node's shortest measured seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Measured or estimated seconds of nodes in a step, `fixed_s + load * unit_s`, with
-    `fixed_s` and `unit_s` of shape `[n]`."""
+    """Seconds of nodes in a step, measured or estimated: `fixed_s + load * unit_s`.
+
+    `load` has the units of work of each node; all three are `[n]`.
+    """
 
     fixed_s: Floats
     unit_s: Floats
@@ -300,7 +317,8 @@ class Speeds:
         """Returns the relative speed of each node under a load (units of each), `[n]`.
 
         The speed is the mean seconds per unit of all nodes, divided by the seconds per
-        unit of the node.
+        unit of the node. The seconds per unit include `fixed_s / load` of a node with
+        load.
         """
         loaded = np.where(load > 0, load, np.inf)
         each = self.unit_s + self.fixed_s / loaded
@@ -324,8 +342,9 @@ class SpeedEstimator:
     def measured(self, load: Floats) -> Speeds | None:
         """Returns the measured seconds of nodes under a load (the units of each node).
 
-        A node without load gets estimated seconds. Returns None if `times` lacks the
-        load, or if a node with load has drifted since the measurement.
+        A node without load gets estimated seconds. Returns None if the load is not
+        among the last `MOST` measured loads (`times`), or if a node with load has
+        drifted since the measurement.
         """
         found = self.times.get(key_of(load))
         if found is None or (found.num_steps[load > 0] == 0).any():
@@ -369,9 +388,9 @@ class SpeedEstimator:
     def _level(self, here: UnitTimes, load: Floats) -> float:
         """Returns the factor by which all nodes are slower in `here` than estimated.
 
-        `here` was measured under `load` (the units of each node); the estimate is that
-        of `speeds` for this load. Returns 1 without an estimate, or if only some nodes
-        are slower.
+        Below 1: faster. `here` was measured under `load` (the units of each node); the
+        estimate is that of `speeds` for this load. Returns 1 if no node has an
+        estimate, or if some nodes are slower and others are not.
         """
         known = (load > 0) & self.known
         expected = self.speeds().needed(load)
@@ -386,12 +405,14 @@ class SpeedEstimator:
     def speeds(self) -> Speeds:
         """Fits fixed seconds and seconds per unit of each node to all measurements.
 
-        The fit of a node minimizes a sum of squares: of `(busy - fixed - load * unit) /
-        error` for each division, and of `fixed / likely`. `likely` is the size of fixed
-        seconds that the measurements of all nodes suggest. If a unit takes the same
-        seconds in all divisions, `likely` is 0, and so are the fixed seconds. A node
-        without measurements gets the median `unit_s`. Without any measurement, every
-        unit counts as 1 second.
+        The seconds of a node in a step are modelled as `fixed + load * unit`. The fit
+        minimizes a sum of squares: `(busy - fixed - load * unit) / error` of each
+        measured load, and `fixed / likely`, which keeps the fixed seconds small.
+        `likely` is the size of fixed seconds that the measurements of all nodes suggest
+        (`_Rows._likely`). If a unit takes the same seconds under different loads,
+        `likely` is 0, and so are the fixed seconds. A node without measurements gets no
+        fixed seconds and the median `unit_s` of the others. Without any measurement,
+        every unit counts as 1 second.
         """
         known = self.known
         if not known.any():
@@ -407,7 +428,10 @@ class SpeedEstimator:
         """Returns three arrays `[divisions, n]` with a row for each load of `times`.
 
         The arrays are the load, the busy seconds of a step, and the relative standard
-        error of these seconds. The error is infinite where a node was not measured.
+        error of these seconds. The error is the root of a sum of squares: of the error
+        of the node's mean (`UnitTimes.error`), of `FLOOR`, and of `OTHERWISE` unless
+        this is the load with which the node was measured last. The error is infinite
+        where a node had no load, or has no measurements since its last drift.
         """
         load = np.array([list(it) for it in self.times])
         took = list(self.times.values())
@@ -422,12 +446,13 @@ class SpeedEstimator:
 class _Rows:
     """A least-squares fit of each node's busy seconds to its load, from measurements.
 
-    Fits the seconds per unit of load and the fixed seconds of a step. The attributes
-    are sums over the measured divisions, `[n]` each.
+    Fits the seconds per unit of load and the fixed seconds of a step. The attributes,
+    `[n]` each, are weighted sums over the measured divisions (`ones` to `both`), the
+    shortest busy seconds, and the load and busy seconds that were measured last.
     """
 
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
-        """Computes the sums; each node must be measured at least once.
+        """Computes the attributes; each node must be measured at least once.
 
         Args:
             load: units of each node in each measured division, `[divisions, n]`.
@@ -462,12 +487,13 @@ class _Rows:
         return fixed, unit, np.sqrt(variance) / self.newest_s
 
     def _likely(self) -> Floats:
-        """Estimates the likely size of the fixed seconds of each node, `[n]`.
+        """Estimates how large the fixed seconds of each node are likely to be, `[n]`.
 
-        Fixed seconds are those of a step that do not depend on load. The size is a
-        share of a node's shortest seconds. The share is estimated by moments from the
-        nodes that were measured with different loads. Without such nodes, the share is
-        `LIKELY_FIXED`.
+        Fixed seconds are those of a step that do not depend on load. The result is one
+        fraction, common to all nodes, times the shortest measured busy seconds of the
+        node. The fraction is a root mean square over the nodes that were measured with
+        different loads, each fitted alone, with their noise subtracted. It is at most
+        `MOST_FIXED`. Without such nodes it is `LIKELY_FIXED`.
         """
         area = self.ones * self.squared - self.load**2
         unlike = area > 1e-6 * self.ones * self.squared

@@ -47,7 +47,7 @@ span many time slices of the scheduler."""
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSizes:
-    """Sizes of the operations that are timed on a platform, and how long and often."""
+    """Sizes of the operations that are timed on a platform, and lengths of timings."""
 
     dtypes: tuple[str, ...]
     """Dtypes of matmuls; the efficiency is fitted to the first dtype."""
@@ -69,7 +69,8 @@ class BenchmarkSizes:
     fits into cache."""
     strided: int | None
     """Side of a square array, as large as a weight, whose transposed read is timed.
-    None: not measured, because the compiler stores arrays in the order of reading."""
+    None: not measured, because the compiler stores arrays in the order in which they
+    are read."""
     kinds: tuple[CollectiveKind, ...]
     """Kinds of collectives to measure. The other kinds use the curve that is fitted to
     all measured kinds."""
@@ -94,11 +95,11 @@ class BenchmarkSizes:
     def among(self, num_processes: int) -> "BenchmarkSizes":
         """Returns the sizes that a job of `num_processes` processes measures.
 
-        With one process these are all sizes. With several processes, benchmarks have
-        longer loops (`BenchmarkPace.among`). The field `behind` is above 0 on platforms
-        where processes share cores. There, only every third size of collectives is
-        measured, because compiling takes longest, and memory is measured with the
-        longest loops (`_LONG`).
+        One process measures all sizes. Several processes measure with longer loops
+        (`BenchmarkPace.among`). If the processes also share cores, as on CPU, only
+        every third size of collectives is measured, because each size is compiled
+        separately; and memory is measured with the longest loops (`_LONG`). `behind`
+        above 0 marks these platforms.
 
         In the example, four processes measure 3 of the 8 sizes of collectives on CPU,
         and all 8 on accelerators.
@@ -114,8 +115,10 @@ class BenchmarkSizes:
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
-    """Returns `num` sizes from `first` to `last`, evenly spaced on a log scale and
-    rounded to multiples of 1024."""
+    """Returns `num` sizes from `first` to `last`, evenly spaced on a log scale.
+
+    Sizes are rounded to multiples of 1024.
+    """
     ratio = (last / first) ** (1 / (num - 1))
     return tuple(round(first * ratio**n / 1024) * 1024 for n in range(num))
 
@@ -380,8 +383,10 @@ def _in_step(
 ) -> list[CollectiveTime]:
     """Times one kind of collective after matmuls, at every size in `sizes.collectives`.
 
-    `members` is the number of devices in a group of `mesh`. If noise makes the time of
-    a size 0 or less, the collective is timed again without matmuls.
+    The time of a collective is a difference between two loops: matmuls followed by the
+    collective, and matmuls alone. If noise makes the difference 0 or less, the
+    collective is timed again without matmuls. `members` is the number of devices in a
+    group of `mesh`.
     """
     found = microbenchmarks.behind_s(
         mesh, sizes.collectives, _OF_SIZES, kind, sizes.behind
@@ -432,7 +437,9 @@ def _ahead(
 ) -> list[PrefetchTime]:
     """Times gathers of parameters that run while earlier layers compute.
 
-    Returns [] in a job of one process, or if `sizes.ahead` is empty.
+    For each number of devices that `_group_sizes` chooses, times layers alone, gathers
+    alone, and both together. Returns [] in a job of one process, or if `sizes.ahead` is
+    empty.
 
     Args:
         devices: the devices, those of a host after each other.
@@ -476,11 +483,12 @@ def _group_sizes(size: int) -> list[int]:
 def _overlap(
     devices: Sequence[Any], device: DeviceType, sizes: BenchmarkSizes
 ) -> tuple[DeviceType, float]:
-    """Times a matmul beside all-reduces of several sizes, and fits their overlap.
+    """Times a matmul that runs at the same time as an all-reduce, and fits the overlap.
 
-    The fit determines the share of a computation that collectives can overlap, and how
-    much slower the computation runs beside a collective. Returns the device with these
-    numbers, and the median relative error of the fitted times.
+    `sizes.overlap` has the size of the matmul and the sizes of the all-reduces; it must
+    not be None. The fit determines during which fraction of a computation collectives
+    can run, and how much slower the computation then runs. Returns the device with
+    these two numbers, and the median relative error of the fitted times.
     """
     _say("overlap ...")
     mesh = microbenchmarks.make_mesh(devices, 1, len(devices))

@@ -58,8 +58,10 @@ class BenchmarkPace:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedProgram:
-    """Seconds of one iteration of a timed loop, and seconds (`dispatch_s`) to start the
-    program."""
+    """Seconds of one iteration of a timed loop, and of starting the program.
+
+    `dispatch_s` is the host's time to start the program.
+    """
 
     seconds: float
     dispatch_s: float
@@ -198,7 +200,8 @@ def matmul_s(
 ) -> TimedProgram:
     """Times one matmul (m, k) by (k, n).
 
-    A turn has two matmuls, the second by (n, k); the time is half of a turn.
+    An iteration of the timed loop has two matmuls: the second multiplies the result by
+    (n, k). The time is half of that of an iteration.
     """
 
     def body(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array, ...]:
@@ -250,12 +253,13 @@ def element_wise_s(
 
 
 def strided_s(mesh: Mesh, side: int, pace: BenchmarkPace) -> float:
-    """Measures the extra seconds per element to read an array out of memory order.
+    """Measures the extra seconds per element to read an array in transposed order.
 
-    Two loops on (side, side) arrays are compared: one reads an array, the other its
-    transpose. An update reads a gradient this way if a matmul has made the transposed
-    gradient. Both arrays change in every turn; otherwise XLA would transpose before the
-    loop.
+    Two loops on (side, side) arrays are timed: one reads an array, the other its
+    transpose. Returns the difference of their seconds, at least 0, divided by the
+    number of elements. In a training step, the optimizer reads a gradient in this order
+    if a matmul has computed the transpose of the gradient. Both arrays change in every
+    iteration; otherwise XLA would transpose before the loop.
     """
 
     def along(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
@@ -278,7 +282,7 @@ COLOURS = 3
 _NUM = 6
 """The number of convolutions that are timed together."""
 GRADIENTS = _NUM / (3 * _NUM - 1)
-"""Share of the convolutions in `convolution_s` that make the gradient of a kernel."""
+"""Fraction of the convolutions in `convolution_s` that make a kernel's gradient."""
 _SIDE = 3
 """Side of a kernel or window."""
 
@@ -311,7 +315,9 @@ def convolution_s(
 def first_s(
     mesh: Mesh, rows: int, side: int, channels: int, pace: BenchmarkPace
 ) -> float:
-    """Measures the seconds of one 3 by 3 convolution of images, in the forward pass.
+    """Measures the seconds of one 3 by 3 convolution of images with three channels.
+
+    Only the forward pass is timed.
 
     Args:
         mesh: mesh of `make_mesh`.
@@ -484,8 +490,8 @@ def behind_s(
 ) -> list[float]:
     """Measures the seconds that a collective adds to a loop of matmuls.
 
-    The collective of a turn depends on the matmuls of the turn; the next turn's matmuls
-    depend on the collective.
+    Each iteration of the loop has matmuls, then `num` collectives that need their
+    result. The next matmuls need the results of the collectives, so nothing overlaps.
 
     Each round times a loop of matmuls alone, then a loop with each size of collective,
     so that slow phases of the machine affect all loops.
@@ -535,16 +541,18 @@ def ahead_s(
 ) -> tuple[float, float, float]:
     """Times three loops: layers, gathers of the layers' parameters, and both together.
 
-    A layer is a few matmuls. A gather does not depend on the layers. Each round times
-    all three loops.
+    A layer is a few matmuls. A gather does not depend on the result of a layer, so it
+    can run while other layers compute. Each round times all three loops.
 
     Args:
         mesh: mesh of `make_mesh`.
-        all_bytes: bytes of parameters of a layer; layers take the sizes in turn.
+        all_bytes: bytes of parameters of a layer; the layers of a loop use the sizes
+            one after the other, and then again from the first.
         rounds: number of timings of each loop; the median counts.
 
     Returns:
-        Seconds of a turn with only the layers, only the gathers, and both.
+        Seconds of one iteration of each loop: only the layers, only the gathers, and
+        both.
     """
     members = mesh.shape["group"]
     some = [all_bytes[n % len(all_bytes)] for n in range(_LAYERS)]

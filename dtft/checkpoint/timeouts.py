@@ -55,8 +55,9 @@ class Timeouts:
     """Limit of one export (the write of a step to storage), in seconds. A late export
     is given up, and training continues."""
     drain: float = 20.0
-    """Limit in seconds from a signal to an agent until another host has taken the slot
-    of the agent's host. At the limit the agent ends, and the job loses its host."""
+    """Limit in seconds from a stop signal to an agent, such as SIGTERM, until another
+    host has taken the slot of the agent's host. At the limit the agent ends, and the
+    job loses its host."""
     heartbeat: float = 10.0
     """Heartbeat timeout of the JAX coordination service that several trainers share, in
     seconds. Not used on CPU, where each trainer has a service of its own."""

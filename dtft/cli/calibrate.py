@@ -70,7 +70,8 @@ def _devices(number: int | None) -> list[Any]:
         number: number of devices; None: all devices.
 
     Raises:
-        ValueError: `number` is not in 1 to `_MOST`, or exceeds the machine's devices.
+        ValueError: `number` is below 1, above `_MOST` (the largest value of --devices),
+            or above the number of the machine's devices.
     """
     import jax
 

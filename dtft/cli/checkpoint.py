@@ -195,9 +195,9 @@ def verify_lines(record: Record) -> tuple[list[str], bool]:
 
     A verification succeeded if there is a commit, some bytes were read, no copy is
     corrupt, all hosts answered, and every commit is healthy. A commit is healthy if
-    each slice has copies in `copies_wanted` failure domains or more. The health of a
-    commit is ignored if a host dropped copies of the commit before it had read these
-    copies.
+    each slice has copies in as many failure domains as when it was committed
+    (`copies_wanted`). The health of a commit is ignored if a host dropped copies of the
+    commit before it had read these copies.
 
     Args:
         record: the result of `verify_record`.
@@ -288,7 +288,8 @@ def verify(
     Args:
         source: the directory or the live job.
         step: step of the directory; None: all steps. Not allowed for a live job.
-        rate: bytes per second that each host of a live job may read; 0: no limit.
+        rate: bytes of its copies that each host of a live job may read per second; 0:
+            no limit.
         timeout_s: limit in seconds for each host of a live job; with `rate`, the time
             that the host needs at this rate is added.
 
@@ -517,15 +518,21 @@ def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed
 
 
 class _Progress:
-    """Prints how many bytes a job's hosts have read, at most every `PROGRESS_S`
-    seconds."""
+    """Prints how many bytes of their copies the hosts of a job have read.
+
+    Prints at most one line in `PROGRESS_S` seconds.
+    """
 
     def __init__(self) -> None:
         self._hosts: dict[str, tuple[int, int]] = {}
         self._lock, self._due = threading.Lock(), time.monotonic() + PROGRESS_S
 
     def told(self, host: str, read: int, total: int) -> None:
-        """Records that a host has read `read` of its `total` bytes; prints if due."""
+        """Records that a host has read `read` of the `total` bytes of its copies.
+
+        Prints one line with the sums over all hosts if `PROGRESS_S` seconds have passed
+        since the last line (or since the start, for the first line).
+        """
         with self._lock:
             self._hosts[host] = read, total
             if time.monotonic() < self._due:

@@ -65,7 +65,7 @@ class RunFlags:
     run_dir: Annotated[str, _told("DIR")] = ""
     """Run directory; a run in it is resumed (log.run_dir)."""
     min_replicas: Annotated[int | None, _told("B")] = None
-    """When hosts are lost, continue with B replicas or more; default: wait."""
+    """When hosts are lost, go on with B replicas or more; default: wait for hosts."""
 
     def __post_init__(self) -> None:
         _check_counts(min_replicas=self.min_replicas)
@@ -264,9 +264,10 @@ class DrillCommand:
 class SoakCommand:
     """Run many drills with random faults; say how often the job recovers.
 
-    An episode is a drill with one to three faults, drawn from a seed: killed, stopped
-    and cut off hosts, trainers and stores, corrupt copies (each with a kill of a host
-    at the same step), full or read-only directories, drained hosts, and exceptions.
+    An episode is a drill: a run with faults, compared with an undisturbed run. It has
+    one to three faults, drawn from a seed: killed, stopped and cut off hosts, trainers
+    and stores, corrupt copies (each with a kill of a host at the same step), full or
+    read-only directories, drained hosts, and exceptions.
     After an interruption, run the same command again: it runs only the episodes that
     are missing.
     """
@@ -342,7 +343,8 @@ class BenchTransportCommand:
         """Measures; returns the exit code 0.
 
         Args:
-            words: flags for the fields of `TransportBench`.
+            words: flags of the measurement, such as `--mib 64` for the MiB of one fetch
+                (the fields of `TransportBench`).
         """
         import json
         from pathlib import Path
@@ -406,7 +408,7 @@ class ServeCommand:
     """
 
     hosts: _CountOrNone = None
-    """Refuse jobs with another number of processes."""
+    """Number of processes of the job; jobs with another number are refused."""
     run_dir: Annotated[str, _told("DIR")] = ""
     """Directory of logs and events; default: runs/NAME."""
     job: _Job
@@ -425,7 +427,7 @@ class ScaleCommand:
     """Change the number of replicas of a live job."""
 
     replicas: Annotated[int, _told("T")]
-    """New number of replicas."""
+    """Number of replicas that shall train after the change."""
     timeout: _Seconds = 600.0
     """Largest number of seconds that the change may take."""
     json: _Switch = False
@@ -443,9 +445,11 @@ class ScaleCommand:
 class DrainCommand:
     """Take a host out of a live job: another host takes its slot, and its agent ends.
 
-    On CPU no other trainer is restarted. No step is lost. If the host leads the job,
-    another host leads it from then on. A signal to the host's agent (Ctrl-C, SIGTERM)
-    does the same.
+    Without a spare, the job shrinks if --min-replicas allows it. The agent ends once
+    a step is committed without the host; at once if the host has no slot and does not
+    lead the job. On CPU no other trainer is restarted. No step is lost. If the host
+    leads the job, another host leads it from then on. A signal to the host's agent
+    (Ctrl-C, SIGTERM) does the same.
     """
 
     host: Annotated[Positional[str], _told("HOST")]
@@ -502,9 +506,11 @@ class CheckpointVerifyCommand:
     step: _CountOrNone = None
     """Step of DIR; default: all steps."""
     rate: Annotated[int, _told("BYTES_PER_S")] = 0
-    """For a live job: bytes per second that each host may read; 0: no limit."""
+    """For a live job: bytes of its copies that each host may read per second; 0: no
+    limit."""
     timeout: _Seconds = 600.0
-    """For a live job: limit for each host in seconds, without the time for --rate."""
+    """For a live job: seconds that each host may take; --rate adds the time that it
+    needs."""
 
     def run(self) -> int:
         """Verifies the copies; returns the exit code.
@@ -565,7 +571,8 @@ class CheckpointOddsCommand:
 class PlanCommand:
     """Plan how to shard a config on a cluster; predict speed and memory.
 
-    To predict a table of layouts, use plan predict.
+    To predict step time and memory for each training run in a CSV file, use plan
+    predict.
     """
 
     config: _Config
@@ -600,7 +607,7 @@ class PlanCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictCommand:
-    """Predict step time and memory of the training runs in a table."""
+    """Predict step time and memory of training runs: each row of a CSV file is one."""
 
     rows: Annotated[Positional[str], _told("ROWS.csv")]
     """Table with the columns of experiments/data/megatron_a100.csv, and others that
@@ -650,7 +657,8 @@ WITH_KEYS = {
     "bench transport": BenchTransportCommand,
     "plan": PlanCommand,
 }
-"""Maps names to the commands that take unknown flags as keys of the config."""
+"""Maps names to the commands whose `run` parses the flags that are not their fields:
+keys of the config, or for two commands fields of `ServeConfig` or `TransportBench`."""
 WITHOUT_KEYS = {
     "plan predict": PredictCommand,
     "calibrate": CalibrateCommand,
@@ -662,7 +670,7 @@ WITHOUT_KEYS = {
     "checkpoint export": CheckpointExportCommand,
     "checkpoint odds": CheckpointOddsCommand,
 }
-"""Maps names to the commands that refuse unknown flags."""
+"""Maps names to the commands that refuse flags that are not their fields."""
 COMMANDS: dict[str, type] = {**WITH_KEYS, **WITHOUT_KEYS}
 BARE = {"plan": {"--verify": "4"}}
 """Maps a command to its flags that may be given without a value, each with the value

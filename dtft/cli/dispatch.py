@@ -91,7 +91,8 @@ def read(given: list[str]) -> tuple[Any, list[str]]:
 def _named(given: list[str]) -> tuple[str, list[str]]:
     """Splits words into the command's name ("" if none) and the other words.
 
-    A flag that belongs to the name may stand anywhere.
+    The name may have two words. If the second one is a flag, as in the name
+    `agent --serve-only`, it may stand anywhere among the words.
 
     >>> _named(["plan", "predict", "rows.csv"]), _named(["plan", "digits_cnn"])
     (('plan predict', ['rows.csv']), ('plan', ['digits_cnn']))

@@ -408,8 +408,11 @@ def _changed(
 
     Args:
         job: the job, its etcd and its secret.
-        change: makes the change and returns a record of it; a RuntimeError means that
-            the change failed.
+        change: makes the change through an observer of the job, and returns a record
+            of the change; raises a RuntimeError if the change failed.
+
+    Returns:
+        The record that `change` returned; None if the change failed.
 
     Raises:
         ValueError: etcd cannot be reached or has no such job, the job has another
@@ -454,8 +457,10 @@ def line(job: str, found: dict[str, Any]) -> str:
     """Formats the result of `job_changes.scale` as a line of text.
 
     `before` is the number of replicas before the change, `hosts` the number of hosts
-    with a slot. A result without `step`, as in the example, means that no change was
-    necessary.
+    with a slot, `step` the step from which the job went on. There is no `step` in two
+    cases: if no change was necessary, as in the example; and if the leader changed
+    meanwhile, so that the request was sent twice and the first one may have made the
+    change (`asked_again` is true).
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'

@@ -37,7 +37,7 @@ def check_apart(paths: Mapping[str, str | None]) -> None:
     """Checks that no two flags name the same file.
 
     Args:
-        paths: flag to its path; None or "" if the flag is not given.
+        paths: map from a flag to its path; None or "" if the flag is not given.
 
     Raises:
         ValueError: two flags name one file; the message names both flags.

@@ -42,8 +42,8 @@ def run(options: "PlanCommand", experiment: Experiment) -> int:
     Raises:
         ValueError: the config cannot be planned, the pins cannot be satisfied, the
             cluster is unknown, a file cannot be read or written, --trial and --verify
-            are both given, --trial cannot run here, or no plan fits as predicted or as
-            compiled.
+            are both given, --trial cannot run here, or no plan fits in memory: by the
+            prediction, or as compiled by --verify.
     """
     calibration = options.calibration or None
     if options.cluster is None:
@@ -95,7 +95,7 @@ def _checked(
 
     --trial runs the best plans here, with the first rows of the config's data, and
     takes the fastest. --verify compiles the best plans and takes the best one that
-    fits. Without either flag, returns `found` and no sections.
+    fits in memory. Without either flag, returns `found` and no sections.
 
     Args:
         found: the plan with the best prediction.

@@ -1,7 +1,7 @@
-"""`dtft plan predict`: adds predictions to a table of training runs.
+"""`dtft plan predict`: adds predictions to a CSV table with a training run per row.
 
-Reads and writes the files and prints a summary. `dtft.planner.transformer` predicts the
-rows.
+Reads and writes the files and prints a line per run. `dtft.planner.transformer`
+predicts step time and memory.
 """
 
 from collections.abc import Sequence

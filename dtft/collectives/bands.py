@@ -1,9 +1,10 @@
 """Fills symmetric matrices from one stored triangle, a band of rows at a time.
 
-Used on CPU, where XLA reads the transpose of a large matrix element by element with the
-stride of a row, and merges the transpose with the triangle through further copies of
-the whole matrix. Here a narrow band is transposed while the band is in the cache, and
-is then written into the result. The module `packing` documents the stored layout.
+A band is some rows of the result. Its elements in the other triangle are read from the
+transpose of as many columns of the stored triangle, which fit into the cache. Used only
+on CPU, where XLA would read the transpose of a whole large matrix element by element
+with the stride of a row, and make further copies of the matrix. The module `packing`
+documents the stored layout.
 """
 
 import jax.numpy as jnp

@@ -9,8 +9,8 @@
   reached; the leaves before are already reduced.
 
 XLA compiles the data flow: if a model's layers are unrolled, `device` and `layer` are
-the same program to XLA. XLA's all-reduce combiner then decides whether reductions are
-between backward operations (on CPU only with
+the same program to XLA. XLA's all-reduce combiner then decides whether reductions run
+between backward operations or after all of them (between them on CPU only with
 `XLA_FLAGS=--xla_disable_hlo_passes=cpu-all-reduce-combiner`). If layers are stacked in
 a `lax.scan`, the two programs differ under any flag: see `reduce_in_backward`.
 """

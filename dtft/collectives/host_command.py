@@ -147,7 +147,8 @@ def _programs(
     """Makes the two jitted programs of `HostCommanded`.
 
     The first maps (params, batch) to the local value and gradients of each position of
-    the axis, with a leading replica dim. The second averages these over that dim.
+    the axis, with a leading replica dim. The second averages these over the replica
+    dim.
     """
     by_share = PartitionSpec(axis_name)
 

@@ -2,7 +2,7 @@
 
 Each device communicates only with its neighbors, p-1 times per phase, 1/p of the data
 at a time. The order of summation is part of the interface: the sum of chunk c starts
-with the part of device c+1 and adds those of devices c+2, ..., p-1, 0, ..., c. So the
+with chunk c of device c+1, and adds chunk c of devices c+2, ..., p-1, 0, ..., c. So the
 same inputs give the same bits in every run.
 """
 

@@ -1,4 +1,4 @@
-"""Runs a function at each position of a mesh axis on equal shares of a batch's rows."""
+"""Runs a function at each position of a mesh axis, on equal parts of a batch's rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 Loss = Callable[[Any, Any], Any]
-"""`loss(params, batch) -> mean`, or `-> (mean, aux)` with means in `aux`."""
+"""`loss(params, batch) -> mean`, or `-> (mean, aux)`; the mean, and all means in the
+tree `aux`, are over the rows of `batch`."""
 ValueAndGradients = tuple[Any, Any]
 """`(value, gradients)`, or `((value, aux), gradients)`."""
 

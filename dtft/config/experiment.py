@@ -21,14 +21,18 @@ from dtft.models.base import ModelConfig
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
-    """Uneven shares of the batch, chosen from times that are measured in training."""
+    """Settings of load balance: how a batch's microbatches are divided.
+
+    A share is the number of microbatches that a replica takes in a step. Shares change
+    while training, by measured step times.
+    """
 
     policy: Annotated[
         Literal["off", "proportional", "exact"], arg(aliases=("--balance",))
     ] = "off"
     """`off`: equal rows for all replicas. `exact`: the shares with the shortest
-    predicted step, changed only for a gain above the noise. `proportional`: weights
-    follow waits, so replicas that wait get more rows; shares may never converge."""
+    predicted step, changed only for a gain above the noise. `proportional`: replicas
+    that wait for slower ones get more rows; shares may never converge."""
     microbatches: int = 0
     """Number of equal parts (microbatches) of a step's batch. Each replica takes some
     of the parts. Must divide data.global_batch; 0: the largest divisor of
@@ -42,7 +46,8 @@ class BalanceConfig:
     """Number of steps at the end of a round that are timed. At each of these steps the
     devices wait for the host."""
     patience: int = Rules.patience
-    """Number of rounds without a change after which the log calls shares settled."""
+    """Number of rounds in a row without a change of shares, and without a drift of
+    speeds, after which the log calls the shares settled."""
     least_gain: float = Rules.least_gain
     """`exact`: shares change only to save more than this fraction of a step."""
     noise_factor: float = Rules.noise_factor
@@ -73,10 +78,12 @@ class BalanceConfig:
             raise ValueError(f"balance.{error}") from None
 
     def rules(self, policy: Policy) -> Rules:
-        """Returns the rules by which a policy changes the shares of the batch.
+        """Converts these settings to the `Rules` of `dtft.balance`, for a given policy.
 
-        The rules also say after how many rounds without a change the shares count as
-        settled.
+        `policy` takes the place of `self.policy`. The rules also have `least_gain` and
+        `noise_factor`, which say how large a gain must be to change shares, and
+        `patience`, the number of rounds without a change of shares or a drift of speeds
+        after which the shares count as settled.
         """
         return Rules(
             policy=policy,
@@ -106,10 +113,11 @@ class BalanceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How rows pass through the pipeline stages of a mesh with mesh.stage above 1.
+    """How rows pass through the stages of a pipeline, if `mesh.stage` is above 1.
 
-    The idle fraction of each stage is
-    `(stages - 1) / (microbatches x virtual_stages + stages - 1)`.
+    A replica's rows are divided into `microbatches` parts, and each stage has
+    `virtual_stages` chunks of neighbouring layers. The fraction of time in which a
+    stage is idle is `(stages - 1) / (microbatches x virtual_stages + stages - 1)`.
     """
 
     microbatches: int = 4
@@ -117,8 +125,8 @@ class PipelineConfig:
     schedule: Literal["gpipe", "circular"] = "gpipe"
     """`gpipe`: rows pass each stage once; `circular`: `virtual_stages` times."""
     virtual_stages: int = 1
-    """Number of chunks of neighbouring layers of each stage, one per round
-    (`circular`)."""
+    """Number of chunks of neighbouring layers of each stage: how often rows pass each
+    stage. Above 1 only with `circular`."""
     layers: tuple[int, ...] = ()
     """Number of layers of each chunk, in the model's order; chunk c is on stage
     c % stages. Empty: equal numbers, or one more in the first chunks."""
@@ -177,10 +185,10 @@ class PipelineConfig:
         return self.layers
 
     def row_parts(self, stages: int) -> int:
-        """Returns the number that must divide a replica's number of rows.
+        """Returns the number by which the rows of a data slot must be divisible.
 
-        The result is the least common multiple of `microbatches` and `stages`. With
-        fsdp, the result must divide the rows of one fsdp part of a replica.
+        The result is the least common multiple of `microbatches` and `stages`. A data
+        slot is one of the `replica` x `fsdp` equal parts of a batch.
 
         >>> PipelineConfig(microbatches=4).row_parts(stages=6)
         12
@@ -188,11 +196,14 @@ class PipelineConfig:
         return math.lcm(self.microbatches, stages)
 
     def check_rows(self, stages: int, rows: int) -> None:
-        """Checks that the schedule can divide a replica's rows into equal parts.
+        """Checks that the rows of a data slot can be divided into equal microbatches.
+
+        After the layers, the rows are also divided equally between the stages. A data
+        slot is one of the `replica` x `fsdp` equal parts of a batch.
 
         Args:
             stages: number of stages of the mesh.
-            rows: rows of one replica (with fsdp: of one fsdp part of a replica).
+            rows: number of rows of a data slot.
 
         Raises:
             ValueError: `microbatches` or `stages` does not divide `rows`; or, with the
@@ -223,13 +234,15 @@ PlanFlag = Annotated[str, arg(aliases=("--mesh",))]
 class MeshConfig:
     """Sizes of the mesh axes, slowest-varying axis first.
 
-    One size, but not that of `stage`, may be -1: all remaining devices.
+    One size other than `stage` may be -1. It is replaced by the size with which the
+    mesh uses all devices.
     """
 
     replica: int = -1
     """Copies of the model, each on its part of the batch; -1: all remaining devices."""
     stage: int = 1
-    """Number of pipeline stages, which divide the model's layers (`pipeline`)."""
+    """Number of pipeline stages. The keys of `pipeline` say how the model's layers are
+    divided between the stages."""
     fsdp: int = 1
     """Number of parts that the state and each replica's rows are divided into."""
     tensor: int = 1
@@ -265,7 +278,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Numbers of hosts and devices; how a job goes on after lost hosts and errors.
+    """Numbers of hosts and devices, and how a job reacts to lost hosts and errors.
 
     Spare hosts are not part of these numbers.
     """
@@ -281,8 +294,8 @@ class ClusterConfig:
     """Whether the trainers of other hosts keep their processes when a host is lost
     (CPU and GPU; not TPU); False: all trainers restart."""
     failure_budget: int = 2
-    """The job ends when the same exception has occurred this many times, and in between
-    no step after that of the exception was committed."""
+    """The job ends when the same exception or exit code has occurred this many times,
+    without a commit of a later step in between."""
 
     def __post_init__(self) -> None:
         if self.failure_budget < 1:
@@ -310,7 +323,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig:
-    """Settings for the end of training: a step, or earlier a plateau of a metric."""
+    """When training ends: at a step, or earlier if a metric has ceased to improve."""
 
     steps: int = 1000
     """Last step of the training."""
@@ -354,8 +367,9 @@ class CheckpointConfig:
     stall_budget: float = Automatic.budget
     """With interval=auto: fraction of the wall time that snapshots may cost."""
     max_interval: int = Automatic.maximum
-    """With interval=auto: most steps between snapshots. Every multiple of this number
-    has a snapshot, and a plateau of stop.metric ends the run only at such a step."""
+    """With interval=auto: most steps between snapshots. Every step whose number is a
+    multiple of it has a snapshot, and a plateau of stop.metric ends the run only at
+    such a step."""
     storage_interval: int = 50
     """Steps from one checkpoint in storage to the next; 0: only the last step."""
     storage_keep: int = 3
@@ -423,16 +437,22 @@ class CheckpointConfig:
 
     @property
     def automatic(self) -> Automatic | None:
-        """Limits of the snapshot interval if interval=auto; None if it is fixed."""
+        """Limits within which interval=auto chooses the interval of snapshots.
+
+        They are the fraction of the wall time that snapshots may cost (`stall_budget`)
+        and the most steps between snapshots (`max_interval`). None if the interval is
+        fixed.
+        """
         if self.interval != "auto":
             return None
         return Automatic(budget=self.stall_budget, maximum=self.max_interval)
 
     @property
     def cadence(self) -> Cadence:
-        """The rule that says after which steps a job takes snapshots, at its start.
+        """The rule that says after which steps a starting job takes snapshots.
 
-        With interval=auto, the job at first takes a snapshot after every step.
+        With interval=auto the job takes a snapshot after every step, until it has
+        measured the costs that give a longer interval.
         """
         if self.interval == "auto":
             return Cadence(interval=1, period=self.max_interval)
@@ -519,8 +539,8 @@ class Experiment:
         """Moves a text in `mesh`, such as "auto", to `plan`; checks the type of `mesh`.
 
         Raises:
-            ValueError: `mesh` is neither a MeshConfig nor the text of a plan, or `plan`
-                names another plan.
+            ValueError: `mesh` is neither a MeshConfig nor the text of a plan, or both
+                `mesh` and `plan` name a plan, and the names differ.
         """
         if isinstance(mesh, MeshConfig):
             return

@@ -208,8 +208,8 @@ def parse_experiment(
 def _by_names_of_today(default: Experiment, words: Sequence[str]) -> list[str]:
     """Returns the command-line words with old names of optimizer keys replaced.
 
-    Prints a warning to stderr for each old name (see `renamed_fields`). `default` is
-    the config's experiment.
+    Prints a warning to stderr for each old name, such as `debias_max`. `default` is the
+    config file's experiment.
     """
     former = getattr(default.optim, "former_fields", {})
     found = list(words)
@@ -289,7 +289,7 @@ def to_json(experiment: Experiment) -> str:
     texts.
 
     Raises:
-        ValueError: the data is missing (see `DataConfig.identity`).
+        ValueError: the data, whose identity is part of the text, is missing.
     """
     plain = {
         "schema": SCHEMA,
@@ -421,7 +421,11 @@ def _plain(value: Any) -> Any:
 
 
 def _name(kind: type) -> str:
-    """Returns the class's own `short_name`, or else its module and class name."""
+    """Returns the name of a config's class in JSON.
+
+    The name is the class's own `short_name`, not an inherited one, or else its module
+    and class name.
+    """
     own = vars(kind).get("short_name")
     return own or f"{kind.__module__}.{kind.__qualname__}"
 

@@ -75,7 +75,9 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
-    """Whether replicas exchange moments instead of gradients (dtft.optim.sync).
+    """Which moments replicas exchange instead of gradients, and how often.
+
+    The default exchanges gradients. `dtft.optim.sync` describes the exchange.
 
     With moments, updates are up to sqrt(replicas) times smaller than with gradients at
     the same learning rate.
@@ -125,7 +127,11 @@ class SyncConfig:
 
     @property
     def updates_differ(self) -> bool:
-        """Whether replicas make different updates between two exchanges of moments."""
+        """Whether replicas make different updates between two exchanges of moments.
+
+        True if `moments` is "state" and the first moment, or the second moment's
+        maximum, is exchanged less often than at every update.
+        """
         return self.moments == "state" and max(self.every_mu, self.every_nu_max) > 1
 
 
@@ -184,16 +190,20 @@ class OptimConfig:
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether the optimizer takes each replica's local gradient, not their mean.
+        """Whether the optimizer takes local gradients, not their mean over replicas.
 
-        Such an optimizer communicates over the axis that `build` is given, and marks
-        state that differs per replica (`dtft.optim.per_replica`).
+        False in this base class. An optimizer for which it is True communicates over
+        the axis that `build` is given, and marks state that differs per replica
+        (`dtft.optim.per_replica`).
         """
         return False
 
     @property
     def params_drift(self) -> bool:
-        """Whether parameters may differ between replicas after a step."""
+        """Whether parameters may differ between replicas after a step.
+
+        False in this base class.
+        """
         return False
 
     @property
@@ -222,10 +232,11 @@ class OptimConfig:
             )
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
-        """Returns a replica's parameters after update number `count`.
+        """Returns a replica's parameters, averaged over the replicas in some updates.
 
-        The base class returns `params`. A subclass may average the parameters over the
-        axis `axis_name`.
+        This base class never averages, and returns `params`. A subclass may average the
+        parameters over the axis `axis_name`. `count` is the number of the update that
+        was made last.
         """
         del count, axis_name
         return params
@@ -317,7 +328,11 @@ class MaxAdaBeliefConfig(OptimConfig):
 
     @property
     def params_drift(self) -> bool:
-        """Whether parameters differ between replicas until the next average."""
+        """Whether parameters may differ between replicas after a step.
+
+        True if the parameters are averaged less often than at every update
+        (`sync.every_params` above 1).
+        """
         return self.sync.every_params > 1
 
     def reconcile(self, params: Any, count: Any, axis_name: str) -> Any:
@@ -334,7 +349,11 @@ class MaxAdaBeliefConfig(OptimConfig):
         return average_params(params, count, axis_name, every, algorithm=algorithm)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the Max-AdaBelief transform; see `OptimConfig.scale`."""
+        """Makes the Max-AdaBelief transform from gradient to direction.
+
+        The direction is the update before weight decay and learning rate. With
+        `sync.moments` set, the transform exchanges moments over the axis `axis_name`.
+        """
         from dtft.optim import max_belief_phases, scale_by_max_belief
 
         numbers = (self.b1, self.b2, self.eps, self.eps_root)
@@ -376,7 +395,11 @@ class AdamWConfig(OptimConfig):
         _decays(b1=self.b1, b2=self.b2)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the Adam transform; see `OptimConfig.scale`."""
+        """Makes the Adam transform from gradient to direction.
+
+        The direction is the update before weight decay and learning rate. `axis_name`
+        is not used.
+        """
         del axis_name
         import optax
 
@@ -399,7 +422,11 @@ class SGDConfig(OptimConfig):
         _decays(momentum=self.momentum)
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the momentum transform; see `OptimConfig.scale`."""
+        """Makes the momentum transform from gradient to direction.
+
+        The direction is the update before weight decay and learning rate. `axis_name`
+        is not used.
+        """
         del axis_name
         import optax
 
@@ -422,7 +449,9 @@ def _decays(**values: float) -> None:
 class ShampooConfig(OptimConfig):
     """Settings of Shampoo with grafting (dtft.optim.shampoo).
 
-    Each leaf's direction gets the norm of the leaf's Max-AdaBelief direction.
+    The left and right statistics of a block of a matrix are decayed sums of G G^T and
+    G^T G over its gradients G. Each leaf's direction (its update before the learning
+    rate) gets the norm of the leaf's Max-AdaBelief direction.
     """
 
     short_name: ClassVar[str] = "shampoo"
@@ -497,14 +526,18 @@ class ShampooConfig(OptimConfig):
 
     @property
     def reduces_itself(self) -> bool:
-        """Whether each replica has statistics of its local gradient (see `wire`)."""
+        """Whether each replica has statistics of its own gradient, and exchanges them.
+
+        True unless `wire` is "none".
+        """
         return self.wire != "none"
 
     def check_mesh(self, tensor: int) -> None:
         """Checks that the optimizer works on a mesh whose axis `tensor` has this size.
 
         Raises:
-            ValueError: statistics are exchanged (`wire`), and `tensor` is above 1.
+            ValueError: statistics are exchanged (`wire` is not "none"), and `tensor` is
+                above 1.
         """
         if self.reduces_itself and tensor > 1:
             raise ValueError(
@@ -514,13 +547,15 @@ class ShampooConfig(OptimConfig):
             )
 
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
-        """Makes the Shampoo transform; see `OptimConfig.scale`.
+        """Makes the Shampoo transform from gradient to direction.
 
-        With an axis the direction is that of the mean gradient over the axis, and the
-        statistics are of the local gradients.
+        The direction is the update before weight decay and learning rate. With an axis
+        the direction is that of the mean gradient over the axis, and the statistics are
+        of the local gradients.
 
         Raises:
-            ValueError: `axis_name` is given, but statistics are not exchanged (`wire`).
+            ValueError: `axis_name` is given, but statistics are not exchanged, because
+                `wire` is "none".
         """
         from dtft import optim
 

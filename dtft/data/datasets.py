@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"
-"""Where scikit-learn's wheel installs its digits."""
+"""Path of the digits in scikit-learn's wheel."""
 DIGITS_SHA256 = "87ff0c9e40dc7e2c0e34e7257799c2e3f3aec1a016363bb11cad869ec428a826"
 """SHA-256 of scikit-learn's digits: data as uint8 bytes, then target as uint8 bytes."""
 SPLIT_SEED = 20240229
@@ -19,7 +19,7 @@ SPLIT_SEED = 20240229
 not change the split."""
 
 Columns = dict[str, Any]
-"""Field name to numpy array; dim 0 is the sample."""
+"""Map from the name of a field to a numpy array, in which dim 0 is the sample."""
 
 
 class Samples(Protocol):
@@ -67,8 +67,10 @@ class DataConfig:
 
     @property
     def tokens_per_example(self) -> int:
-        """Number of tokens per row; 0 for data that is not tokens, whose throughput is
-        shown in rows per second."""
+        """Number of tokens per row; 0 for data that is not tokens.
+
+        Throughput is shown in tokens per second, or in rows per second if this is 0.
+        """
         return 0
 
     def count_classes(self) -> int:

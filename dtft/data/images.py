@@ -37,11 +37,13 @@ Box = tuple[float, float, float, float]
 
 
 def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
-    """Returns a crop with a random area (AREA), aspect ratio (ASPECT) and position.
+    """Returns a crop with a random area, aspect ratio and position.
 
-    If none of ten random crops fits into the image, returns the largest centred crop
-    with an allowed aspect ratio. The result is (left, upper, right, lower) in pixels;
-    `width` and `height` are the image's size in pixels.
+    `AREA` has the limits of the area as a share of the image's area, `ASPECT` the
+    limits of the aspect ratio (width to height). If none of ten random crops fits into
+    the image, returns the largest centred crop within the limits of `ASPECT`. The
+    result is (left, upper, right, lower) in pixels; `width` and `height` are the
+    image's size in pixels.
     """
     low, high = math.log(ASPECT[0]), math.log(ASPECT[1])
     for _ in range(10):
@@ -96,9 +98,10 @@ _OF_INPUT = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permissio
 def _is_of_this_host(error: Exception) -> bool:
     """Whether a failed access may succeed later, or on another host.
 
-    A ValueError ends the whole job, so only errors that the input explains become one:
-    a missing or forbidden path, and a file that Pillow cannot decode (an OSError
-    without a number).
+    Returns False for a missing or forbidden path, and for a file that Pillow cannot
+    decode (an OSError without a number): the input is at fault. The caller turns such
+    an error into a ValueError, which ends the whole job. Returns True for all other
+    errors of the operating system.
 
     >>> _is_of_this_host(OSError(5, "Input/output error"))
     True
@@ -256,7 +259,12 @@ class ImageFiles:
         return len(self._names)
 
     def read(self, sample: int, entropy: tuple[int, int]) -> Columns:
-        """Reads image and label; `entropy` seeds the crop and flip of a training row.
+        """Reads image and label of a sample.
+
+        Args:
+            sample: the number of the file, from 0.
+            entropy: the experiment's seed and the row's global index, which decide the
+                crop and flip of a training row.
 
         Raises:
             ValueError: the file is missing, may not be read or is no image; the text

@@ -118,12 +118,13 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
     """Encrypts each value below `size` once or more, until the result is below `size`.
 
-    `keys` are the keys of the cipher's rounds. Looks values up in a table that encrypts
-    several times at once. In the table a value below `size` is a fixed point, so
-    further encryptions leave a result unchanged.
+    The cipher has 16 bits, so `size` is at most 2^16 + 1. `keys` are the keys of the
+    cipher's rounds. The work is done with a table of all 16-bit values that maps a
+    value below `size` to itself, and any other value to its encryption. The table is
+    composed with itself a few times, so that one look-up encrypts several times.
 
     Returns:
-        [size] int64, the result for each value.
+        int64, the result for each value below `size` and 2^16.
     """
     ahead = _encrypted_all(keys)
     found = ahead[:size].copy()
@@ -353,8 +354,12 @@ class Datasets:
 
 
 def make_datasets(config: DataConfig, seed: int) -> Datasets:
-    """Loads the data of `config`; `seed` decides the order of the training rows, and
-    the random crops of images."""
+    """Loads the training and test set that a data config describes.
+
+    Args:
+        config: the data config.
+        seed: seed of the order of the training rows, and of the random crops of images.
+    """
     train, test = config.load()
     return Datasets(
         train=Source(train, shuffle_seed=seed),

@@ -5,7 +5,8 @@
   left on this machine.
 * `soak`: `dtft soak`, many drills with random faults. `fault_schedule`: draws them.
 * `bench`: `dtft bench`, the memory tier's cost per step.
-* `options`: values that commands of drills and jobs compute from their flags.
+* `options`: values that the commands of drills and jobs compute from their flags, such
+  as the run directory, the secret and a host's address.
 
 `dtft.elastic` kills the processes and cuts the networks.
 """

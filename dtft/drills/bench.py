@@ -1,9 +1,10 @@
 """`dtft bench`: the memory tier's cost, as wall time per step with the tier off and on.
 
 Runs the same job repeatedly on a local cluster, with the tier off and on in turn, so
-that noise of the machine affects both alike. Prints the median step times, and the
-median of the rounds' ratios (tier on to tier off). The runs with the tier on use the
-config's snapshot interval, so `--checkpoint.interval auto` measures the cost of the
+that noise of the machine affects both alike. A round is one run with the tier off and
+one with the tier on. Prints the median step times, and the median over the rounds of
+the ratio of both runs' step times (tier on to tier off). The runs with the tier on use
+the config's snapshot interval, so `--checkpoint.interval auto` measures the cost of the
 automatic interval. Periodic writes to storage are off in all runs. Also prints for how
 long a snapshot blocks training, and the processor time of an agent for each commit. No
 figure is compared with a target.
@@ -68,9 +69,10 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
 def tier_off(steps: int) -> list[str]:
     """Returns the config overrides that turn the memory tier off.
 
-    `steps` is the number of steps of the run. Only its last step is then copied to the
-    hosts' memory. These overrides must follow all others, because the last value of a
-    key counts.
+    They set the snapshot interval to `steps`, the number of steps of the run, so only
+    the last step is copied to the hosts' memory. They also turn periodic writes to
+    storage off. They must follow all other overrides, because the last value of a key
+    counts.
     """
     allowed = ["--checkpoint.stall_budget", str(Automatic.budget)]
     allowed += ["--checkpoint.max_interval", str(Automatic.maximum)]
@@ -172,9 +174,10 @@ def cpu_per_commit(
             quarter (`WARM_UP`) of the commits is left out.
 
     Returns:
-        Maps host to seconds per commit. {} with fewer than 20 commits, or with fewer
-        than two samples of all agents between the first and the last of the commits
-        that are not left out.
+        Maps host to seconds per commit: the processor seconds between the first and the
+        last sample, divided by the number of commits between them. Only samples that
+        have all agents, and lie within the commits that are not left out, are used. {}
+        with fewer than 20 commits, or with fewer than two such samples.
 
     In the example there is a commit every second, and the first 10 are left out. The
     agent uses 2 s of processor time for the 20 commits from second 11 to 30.

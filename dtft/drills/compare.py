@@ -61,11 +61,12 @@ def fault_fields(strike: InjectedFault) -> dict[str, Any]:
 def agents(
     faulted: Path, injected: Sequence[InjectedFault]
 ) -> dict[str, dict[str, Any]]:
-    """Maps each host to the longest call of its agent's event loop (`longest_call`).
+    """Finds the longest call of each agent's event loop in the faulted run.
 
-    Time in which a fault had stopped the agent does not count. The calls are read from
-    the file `loop-HOST.json`, which an agent writes when it ends. A host whose file is
-    missing or unreadable is left out.
+    Maps each host to the result of `longest_call`. Time in which a fault had stopped
+    the agent does not count. The calls are read from the file `loop-HOST.json`, which
+    an agent writes when it ends. A host whose file is missing or unreadable is left
+    out.
 
     Args:
         faulted: directory of the run with faults.
@@ -126,10 +127,10 @@ def longest_call(
 
 
 def interruption_lines(record: dict[str, Any]) -> list[str]:
-    """Formats a record's faults that last, such as stops and pauses, one per line.
+    """Formats the faults of a drill's record that last, such as stops, one per line.
 
-    A further line has the longest event-loop call of all agents. Each leftover of the
-    run on the machine, such as a process, has a line too.
+    `record` is that of `judge`. A further line has the longest event-loop call of all
+    agents. Each leftover of the run on the machine, such as a process, has a line too.
     """
     said = []
     for entry in record["faults"]:
@@ -171,6 +172,8 @@ Record = dict[str, Any]
 def _whom(fault: str) -> str:
     """Names the target of a fault that hits no host, such as the store.
 
+    `fault` is in the notation of `dtft drill --fault`.
+
     >>> _whom("full-storage@20:5"), _whom("pause-store@3:2")
     ('storage', 'the store')
     """
@@ -186,9 +189,10 @@ def attempts(directory: Path) -> list[Record]:
     Returns:
         For each attempt: `step`: the step that the attempt restored. `shares`:
         microbatches of each replica when the attempt began. `replayed`: whether these
-        shares were in force at `step`; also true if the number of replicas changed.
-        `unknown`: the replicas without measured times when the attempt began. `found`:
-        the shares at the end of the attempt.
+        are the shares that an earlier attempt had right after `step`; also True for the
+        first attempt, and if the number of replicas changed. `unknown`: names of the
+        replicas without measured times when the attempt began. `found`: the shares at
+        the end of the attempt.
     """
     path = directory / BALANCE_FILE
     lines = path.read_text().splitlines() if path.exists() else []
@@ -200,8 +204,9 @@ def judged(records: Sequence[Record]) -> list[Record]:
 
     `records` are the parsed lines of `balance.jsonl`; the result is that of `attempts`.
 
-    In the example the second attempt begins with the shares that the round at step 4
-    has found, so its `replayed` is True. The first attempt's `replayed` is always True.
+    In the example the first attempt changes its shares after step 4, at the end of a
+    round (some steps with the same shares). The second attempt restores step 5 and
+    begins with these shares, so its `replayed` is True.
 
     >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
     >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
@@ -277,12 +282,13 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
         events: events of the faulted run.
 
     Returns:
-        The fields of each event "resized", and: `hosts`: the numbers of hosts before
-        and after. `control_root`: the digest over the undisturbed run's state at the
-        restored step; None if the faulted run had changed its mesh before, or if the
-        undisturbed run did not commit the step. `bit_exact`: whether the digests of the
-        committed state, of the restored state and, if known, of the undisturbed run's
-        state are equal, and no leaf differs.
+        The fields of each event "resized" (such as `step`, the restored step, and
+        `leaves`, the number of leaves), and: `hosts`: the numbers of hosts before and
+        after. `control_root`: the digest over the undisturbed run's state at the
+        restored step; None if the faulted run had changed its number of hosts before,
+        or if the undisturbed run did not commit the step. `bit_exact`: whether the
+        digests of the committed state, of the restored state and, if known, of the
+        undisturbed run's state are equal, and no leaf differs.
     """
     roots = {
         event["step"]: event.get("root")
@@ -348,7 +354,8 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
 def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
     """Maps ((generation, attempt), step) to the loss in a run's metrics.jsonl.
 
-    Returns {} if there is no such file. Lines that a kill has cut off are left out.
+    `attempt` numbers the starts of the trainers with one assignment, from 1. Returns {}
+    if there is no such file. Lines that a kill has cut off are left out.
     """
     losses = {}
     path = directory / "metrics.jsonl"
@@ -404,11 +411,12 @@ def judge(
         left_behind: names of the faulted run's leftovers on the machine.
 
     Returns:
-        The record. `final_step` is the last step in the faulted run's storage,
-        `expected_step` the step that it must be: the undisturbed run's last step, or
-        the last committed step if a fault makes the job end with an error. It is None
-        if the losses decide when a run ends (`stop.metric`) and the two runs' losses
-        are equal only up to rounding.
+        The record. `ok`: whether all faults have happened and are over, and `is_good`
+        holds. `final_step`: the last step in the faulted run's storage.
+        `expected_step`: the step that `final_step` must be: the undisturbed run's last
+        step, or the last committed step if a fault makes the job end with an error.
+        `expected_step` is None (any step is right) if the losses decide when a run ends
+        (`stop.metric`) and the two runs' losses are equal only up to rounding.
     """
     events = read_events(faulted)
     ended = [event for event in events if event["event"] == "end"]
@@ -454,9 +462,15 @@ def judge(
 
 
 def is_good(record: dict[str, Any]) -> bool:
-    """Whether a drill's record passes all checks.
+    """Whether a drill's record passes all checks of the faulted run.
 
-    Does not check whether all faults have happened; `judge` does.
+    * The final state equals the undisturbed run's bit for bit. If the mesh or the
+      shares changed, instead: the losses agree up to rounding, restored states equal
+      the committed ones, and restarts begin with the shares of the restored step.
+    * The last step, the use of the samples and the job's final status are as expected.
+    * The run ended before its deadline, and left nothing behind on the machine.
+    * No fault failed to be injected. Whether all faults have happened is not checked
+      here; `judge` does that.
     """
     same_state = record["bit_identical"]
     if record["resized"] or record["shares"]:
@@ -475,7 +489,9 @@ def is_good(record: dict[str, Any]) -> bool:
 
 
 def ended_at_expected_step(record: dict[str, Any]) -> bool:
-    """Whether the last stored step of a drill's faulted run is the one that it must be.
+    """Whether the `final_step` of a drill's record equals its `expected_step`.
+
+    True for every `final_step` if `expected_step` is None.
 
     >>> ended_at_expected_step({"final_step": 50, "expected_step": 300})
     False
@@ -550,11 +566,12 @@ def _summary(directory: Path) -> dict[str, Any]:
 def _recoveries(
     events: Events, injected: Sequence[InjectedFault]
 ) -> list[dict[str, Any]]:
-    """Lists the recoveries, with times counted from the injected fault.
+    """Lists the recoveries, with their durations counted from the injected fault.
 
-    `events` are the faulted run's, `injected` its faults. The job itself counts times
-    from the detection. If several faults were injected since the previous recovery,
-    times count from the first; if none was, the job's times are kept.
+    `events` are the faulted run's, `injected` its faults. The job itself counts the
+    durations from the detection of the fault. If several faults were injected since the
+    previous recovery, durations count from the first. If none was, the job's durations
+    are kept.
     """
     found, previous = [], 0.0
     for event in events:
@@ -579,8 +596,11 @@ def _recoveries(
 
 
 def _gap_s(recovery: dict[str, Any], events: Events) -> float | None:
-    """Computes the seconds from the last commit before a recovery to the first after
-    it; None if there is no such commit."""
+    """Computes the seconds between the commits before and after a recovery.
+
+    These are the last commit before the fault was detected and the first commit after
+    the end of the recovery. Returns None if one of them is missing.
+    """
     times = [event["time"] for event in events if event["event"] == "commit"]
     before = [time for time in times if time <= recovery["detected"]]
     after = [time for time in times if time >= recovery["ended"]]
@@ -648,9 +668,10 @@ def surviving_segments(
 ) -> list[tuple[tuple[int, int], int, int]]:
     """Lists for each attempt the steps that no later attempt repeats.
 
-    A later attempt repeats the steps after the one that it restores. `last` is the last
-    step of the run. Each entry is (epoch, step before the first, last step), where the
-    epoch is (generation, attempt).
+    An attempt is a start of the trainers. A later attempt repeats the steps after the
+    one that it restores. `last` is the last step of the run. Each entry is (epoch, step
+    before the first, last step). The epoch is (generation, attempt), where `attempt`
+    numbers the starts with one assignment, from 1.
 
     >>> one = {"event": "assignment", "generation": 1, "attempt": 1, "step": 0}
     >>> two = {"event": "assignment", "generation": 2, "attempt": 1, "step": 7}

@@ -125,9 +125,10 @@ def _make_control(
     control: Path,
     options: "DrillCommand",
 ) -> None:
-    """Runs the undisturbed run in `control`.
+    """Runs the undisturbed run in the directory `control`.
 
     Raises:
+        ValueError: the directory has files, but no drill made it.
         SystemExit: the run did not end within `DEADLINE_S`.
     """
     check_deletable(control, "--control" if options.control else "--run-dir")

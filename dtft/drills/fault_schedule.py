@@ -15,13 +15,14 @@ STEADY = (
 )
 """Kinds of faults that do not change the job's number of replicas."""
 _MOMENTS = (None, None, None, "compute", "collective", "replicate", "commit", "export")
-"""Phases of a step in which a fault may strike, equally likely; None: a random moment
-of the step."""
+"""Phases of a step in which a fault may strike, each entry equally likely; None: a
+random moment of the step."""
 _SECONDS = (2, 3, 5, 8, 12, 20, 30)
 _FOR_EVER = 0.2
 """Probability that a stop or a cut has no end."""
 _DURING_RECOVERY = 0.35
-"""Probability that a fault strikes during the recovery from the previous fault."""
+"""Probability that a fault after the first strikes during the recovery from the
+previous fault, if its kind is in `_WITH_PHASE`."""
 _WITH_PHASE = ("kill-host", "kill-trainer", "kill-leader", "kill-spare", "stop-host")
 """Kinds of faults that may be given one of `_MOMENTS`, or the phase "recovery"."""
 
@@ -42,8 +43,8 @@ class SoakedJob:
 def schedule(seed: int, job: SoakedJob) -> tuple[str, ...]:
     """Draws one to three faults, in the notation of `dtft drill --fault`.
 
-    At most one fault is a `fail`. Each `corrupt` is followed by a `kill-host` at the
-    same step, which makes one more fault. All steps lie between a tenth and three
+    At most one fault is a `fail`. For each `corrupt` a `kill-host` at the same step is
+    added, so there can be up to six faults. All steps lie between a tenth and three
     quarters of the job's steps.
 
     >>> schedule(3, SoakedJob(slots=3, spares=1, steps=100)) == schedule(

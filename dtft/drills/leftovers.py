@@ -18,7 +18,9 @@ GRACE_S = 5.0
 
 
 def of_ended_hosts(cluster: LocalCluster, grace_s: float = GRACE_S) -> list[str]:
-    """Describes the leftovers of hosts whose agents have ended, one text each.
+    """Describes the leftovers of hosts whose agents have ended, a text for each.
+
+    Leftovers are processes of these hosts, and their memory directories.
 
     Args:
         cluster: the cluster, before it is closed: closing removes all leftovers.
@@ -41,7 +43,7 @@ def _of_ended_hosts(cluster: LocalCluster) -> list[str]:
 
 
 def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
-    """Describes the leftovers of a job whose cluster was closed, one text each.
+    """Describes the leftovers of a job whose cluster was closed, a text for each.
 
     Looks for processes and sockets of the job, its files in `arena_directory` (shared
     memory), and etcd's data in `run_directory`.

@@ -1,8 +1,8 @@
 """Values that the commands of drills and jobs compute from their flags.
 
-The values are the experiment, the run directory and the secret, and a host's failure
-domain and connections. A wrong flag raises a ValueError before any process of the job
-is started.
+The values are the experiment, the run directory, the job's secret, the address of etcd,
+and a host's name, failure domain, address and TLS certificate. A wrong flag raises a
+ValueError before any process of the job is started.
 """
 
 import contextlib
@@ -124,7 +124,8 @@ def settings(flags: "HostFlags", place: "PlaceFlags", host: str) -> dict[str, An
     """Returns the fields of one host's `AgentConfig` that the flags decide.
 
     These are `domain` (the label of its failure domains), `tls` (its certificate, or
-    None) and `nixl` (whether it fetches slices with NIXL).
+    None) and `nixl` (whether it fetches slices with NIXL). `flags` are the flags that
+    are equal on all hosts, and `place` those of the host with the name `host`.
 
     Raises:
         ValueError: a flag or a file has an invalid value.
@@ -140,7 +141,8 @@ def domain_of(flags: "HostFlags", place: "PlaceFlags", host: str) -> str:
     """Returns the label of a host's failure domains, from --domain or --domain-file.
 
     The label has the form LEVEL=NAME,LEVEL=NAME. It is "" if neither flag is given, or
-    if the file has no levels.
+    if the file has no levels. --domain is in `place`, and --domain-file, which has a
+    line for each host, in `flags`. `host` is the host's name.
 
     Raises:
         ValueError: both are given, the label or the file cannot be read, or the file
@@ -251,12 +253,13 @@ def bind_address(place: "PlaceFlags", store: StoreAddress) -> str:
     """Returns the address at which a host listens for other hosts, from --bind.
 
     Without --bind this is the address from which this machine reaches etcd, with port
-    0. If etcd has several members, the first member counts that is not on loopback.
+    0. If this address differs between etcd's members, it is the first that is not on
+    loopback.
 
     Raises:
         ValueError: --bind is not HOST:PORT, or is on loopback although etcd is not; or
-            --bind is not given and no member of etcd leads to an address that hosts on
-            other machines can connect to.
+            --bind is not given, and this machine reaches no member of etcd from an
+            address that hosts on other machines can connect to.
     """
     if not place.bind:
         return format_address(_towards(store), 0)

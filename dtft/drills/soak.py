@@ -2,8 +2,8 @@
 
 Each episode is a drill with a schedule of faults that is drawn from a seed
 (`fault_schedule`). All episodes are compared with one undisturbed run. The file of
---json is written after every episode, and the same command goes on after the last
-episode in it.
+--json is written after every episode. If the same command is run again, it continues
+after the last episode in this file.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 CLOSING_S = 120.0
 """Seconds that a drill may take beyond the time limits of its two runs."""
 MEMORY_MIB = 512
-"""Size of the shared memory of an episode's hosts together."""
+"""Size in MiB of the memory file system that all hosts of an episode share."""
 _MARK = ".soak"
 """Name of the folder in the run directory that a soak locks. The drill of each episode
 locks the run directory itself."""
@@ -52,22 +52,23 @@ _UNRECORDED = {
     "deadline": 180.0,
     "rejoin": 3.0,
 }
-"""Settings that files of soaks before 2026-11-27 lack, with the values that count
-there. They also lack `kinds`, which is then not compared."""
+"""Settings that files of soaks before 2026-11-27 lack, with the values that those soaks
+had. Their files also lack `kinds`, which is then not compared."""
 
 Episode = dict[str, Any]
 """Record of one episode; see `judged_episode`."""
 
 
 def run_soak(options: "SoakCommand", words: list[str]) -> int:
-    """Runs the episodes, each a drill, and prints a line for each and then the sums.
+    """Runs the episodes (one drill each); prints a line for each, and then the totals.
 
     Args:
         options: CONFIG, number of episodes, seed, and settings of the cluster.
         words: overrides of config keys, as typed on the command line.
 
     Returns:
-        0 if all episodes passed, else 1.
+        0 if all drills passed their checks and no log has an unexpected traceback,
+        else 1.
 
     Raises:
         ValueError: wrong input, another soak uses the run directory, the file of --json
@@ -113,13 +114,15 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
 def soaked_job(experiment: Experiment, spares: int, sizes: Sequence[int]) -> SoakedJob:
     """Returns the properties of a job on which its random faults depend.
 
-    The faults exclude cuts if this process cannot make network namespaces, and full or
-    read-only directories if it cannot mount file systems.
+    Among these properties are the kinds of faults that may be drawn. Cuts are left out
+    if this process cannot make network namespaces, and full or read-only directories if
+    it cannot mount file systems.
 
     Args:
         experiment: the experiment.
         spares: number of spare hosts.
-        sizes: numbers of replicas to which the job is scaled; empty for none.
+        sizes: numbers of replicas that a fault `scale` may request; empty: no `scale`
+            is drawn.
     """
     left_out = [*OF_DIRECTORIES] * (not _can(check_mounts))
     left_out += ["cut"] * (not _can(check_namespaces))
@@ -250,11 +253,13 @@ def judged_episode(
         traced: names of logs with an unexpected traceback.
 
     Returns:
-        The record. `passed`: whether the drill's checks hold and no log has an
-        unexpected traceback, even if the job ended before some faults. `expects_bits`:
-        whether the final state must equal that of the undisturbed run bit for bit.
-        `wrong`: whether the job ended with another state, step or samples. `hung`:
-        whether the job did not end in time.
+        The record. `passed`: whether all checks of the drill hold (`is_good`) and no
+        log has an unexpected traceback. Faults that had not happened when the job ended
+        do not matter; `not_over` lists them. `why`: the checks that failed, in words.
+        `expects_bits`: whether the final state must equal that of the undisturbed run
+        bit for bit. `wrong`: whether the job ended normally, but its final state (or
+        its losses), its last step or its use of the samples is not that of the
+        undisturbed run. `hung`: whether the job did not end before the deadline.
     """
     expects_bits = not (record["resized"] or record["shares"])
     curve = record.get("loss_curve", {"within_tolerance": False})
@@ -321,9 +326,17 @@ def tracebacks(logs: Path, faults: Sequence[str]) -> list[str]:
 def sums(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Counts the episodes, their results and their recoveries.
 
-    `rungs` maps a rung (how far a recovery had to go, 0 to 3) to its number of
-    recoveries. `gaps_s` maps a rung to the (median, largest) gap between the commits
-    before and after a recovery, in seconds.
+    Returns:
+        Numbers of episodes: `episodes`: all. `passed`: all checks hold. `hangs`: did
+        not end before the deadline. `wrong`: ended normally, but with another state,
+        last step or use of the samples than the undisturbed run.
+        `bit_identical_expected`: the final state must equal the undisturbed run's bit
+        for bit. `bit_identical`: this holds, too.
+
+        Sums over all episodes: `recoveries`, their number, and `steps_lost`. `rungs`:
+        rung (how far a recovery had to go, 0 to 3) to its number of recoveries.
+        `gaps_s`: rung to the (median, largest) seconds from the last commit before a
+        recovery to the first after it.
     """
     recoveries = [one for episode in episodes for one in episode["recoveries"]]
     gaps: dict[int, list[float]] = {}
@@ -349,7 +362,7 @@ def sums(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def line_of(episode: Episode) -> str:
-    """Formats an episode as a line: seed, faults, rungs of recoveries, result."""
+    """Formats an episode as a line: faults, recoveries' rungs, "passed" or errors."""
     verdict = "passed" if episode["passed"] else f"FAILED: {'; '.join(episode['why'])}"
     rungs = ", ".join(str(one["rung"]) for one in episode["recoveries"]) or "none"
     return (
@@ -360,7 +373,7 @@ def line_of(episode: Episode) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Formats the result of `sums` as two lines: the episodes, and the recoveries."""
+    """Formats the result of `sums`: a line about episodes, one about recoveries."""
     gaps = [
         f"rung {rung}: {found['rungs'][rung]} with a gap of {middle:.2f} s, at most "
         f"{largest:.2f} s"
@@ -378,8 +391,9 @@ def lines(found: dict[str, Any]) -> list[str]:
 def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
     """Reads the episodes of an earlier, interrupted run of the same soak from `file`.
 
-    `what` has the settings of the soak, which the file must have too. Settings that an
-    older file lacks count as in `_UNRECORDED`. Returns [] if the file does not exist.
+    `what` has the settings of the soak; the file must have the same. A setting that the
+    file of an older version lacks counts as having its value in `_UNRECORDED`. Returns
+    [] if the file does not exist.
 
     Raises:
         ValueError: the file is of another soak, or cannot be parsed.
@@ -404,7 +418,7 @@ def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
 
 
 def _write(file: Path, content: dict[str, Any]) -> None:
-    """Replaces a JSON file in one step, so that it is always whole."""
+    """Replaces a JSON file atomically: writes a new file and renames it."""
     new = file.with_name(f".{file.name}.new")
     new.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(new, file)

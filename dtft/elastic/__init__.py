@@ -11,7 +11,7 @@ One agent per host runs an event loop. The agent carries out the leader's orders
   `reachability`, `hang_detection`, `admission` (of a host to a job).
 * Tools: `event_loop`, `processes`, `stack_dump`, `stop_signals`.
 * Access from outside the job: `local_cluster`, `inspect_job`, `job_changes`; `faults`
-  for drills.
+  for drills, which are test runs with injected faults.
 
 `dtft.checkpoint` keeps, moves, digests and stores the bytes of the state; `dtft.train`
 trains. Agents never import JAX.

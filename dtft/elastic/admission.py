@@ -1,6 +1,6 @@
 """Checks whether a host may join a job: name, secret, config, TLS and failure domain.
 
-A host registers in the store only after these checks.
+A host registers in the store (etcd) only after these checks.
 """
 
 import hashlib
@@ -61,7 +61,8 @@ def check_domain(store: Store, config: AgentConfig) -> None:
 
     Raises:
         StoreUnavailable: the store does not answer.
-        JobMismatch: the labels are inconsistent.
+        JobMismatch: a label cannot be parsed, some labels have a level (power, rack)
+            that others lack, or a rack is in two power domains.
     """
     records = read_view(store, config.job)[0].hosts.values()
     labels = {record.host: record.domain for record in records}
@@ -87,8 +88,10 @@ def claims_of(config: AgentConfig) -> dict[str, bytes]:
     """Returns the job's settings that hosts write again to a store that has lost data.
 
     Returns:
-        Maps the name of a key in the store to its value: "fingerprint", and "terms" if
-        `config.terms` (the settings of the user's processes) is not "".
+        Maps the name of a key in the store to its value. "fingerprint": the config's
+        digest, whether TLS is used, and a proof of the secret, as JSON. "terms":
+        `config.terms`, the settings that must be equal in all processes of a served job
+        (whose processes the user starts); left out if "".
     """
     claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
     return claims | ({"terms": config.terms.encode()} if config.terms else {})

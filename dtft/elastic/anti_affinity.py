@@ -1,10 +1,10 @@
 """Pure decisions that spread a formation's copies over failure domains.
 
-A formation is one assignment of hosts to the job's slots. Copies are placed by slot,
-once for the lifetime of the arenas (the shared memory with the copies), so they stay
-where they are when a host of another slot is replaced. A spare is chosen for a slot
-such that the copies of each slice stay in separate failure domains. If no spare allows
-this, `shortfall` returns a warning.
+A formation is one assignment of hosts to the job's slots. Which slots keep copies of
+which slices is decided once for the lifetime of the arenas (the shared memory with the
+copies), and does not change when the host of a slot is replaced. So a spare is chosen
+for a slot such that the copies of each slice stay in separate failure domains. If no
+spare allows this, `shortfall` returns a warning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,8 +55,7 @@ class Surroundings:
 
     @classmethod
     def of(cls, view: View) -> "Surroundings":
-        """Reads the assignment of slots and the failure domains from a view of the
-        store."""
+        """Reads the assignment of slots and the failure domains from a view."""
         domains, _ = known_domains(view.hosts.values())
         level = view.assignment.spread.level if view.assignment else "host"
         hosts = list(view.hosts)
@@ -65,19 +64,19 @@ class Surroundings:
 
     @property
     def placed(self) -> tuple[str, ...]:
-        """The failure domain of each slot, by which the job's copies were placed.
+        """The failure domain of each slot's host when the job's copies were placed.
 
-        () if no host had a label when they were placed (each slot is its own domain),
-        or if no slot has been assigned yet.
+        Copies of a slice are placed on slots of different domains, as far as possible.
+        The result is () if no host had a label then (each slot counted as its own
+        domain), or if no slot has been assigned yet.
         """
         return self.assignment.spread.domains if self.assignment else ()
 
     def placed_on(self, layout: Layout | None) -> tuple[str, ...]:
-        """Returns the failure domain of each slot (`placed`) if they fit `layout`, else
-        ().
+        """Returns `placed`, the domain of each slot, if it fits the layout; else ().
 
-        Returns () if the number of slots is not that of `layout`, or if `layout` is
-        None.
+        Returns () if `placed` and `layout` differ in the number of slots, or if
+        `layout` is None.
         """
         fits = layout is not None and layout.mesh.num_slots == len(self.placed)
         return self.placed if fits else ()
@@ -89,10 +88,12 @@ class Surroundings:
             layout: layout of the job's state (its mesh and arrays); None if unknown.
 
         Returns:
-            The requested copies, the effective copies (in separate domains), and why
-            the numbers differ ("" if not). (0, 0, "") if no slot has been assigned yet,
-            the layout is unknown or has another number of slots, or the host of a slot
-            is not registered.
+            The requested number of copies of every slice; the number of domains with a
+            copy, of the slice with the fewest, at most the requested number; and a
+            warning if the second number is smaller than the first, else "". (0, 0, "")
+            if no slot has been assigned yet, the layout is unknown or has another
+            number of slots than the assignment, or the host of a slot is not
+            registered.
         """
         now = self.assignment
         if now is None or layout is None or layout.mesh.num_slots != len(now.slots):
@@ -107,13 +108,17 @@ class Surroundings:
 def spread_over(slots: Sequence[str], domains: FailureDomains, copies: int) -> Spread:
     """Chooses the failure domains over which copies are spread.
 
-    Copies that hosts have in memory already are not considered. If no host has a domain
-    label, each slot is its own domain.
+    These are the domains of the widest level (power, rack) with at least `copies`
+    domains, or else of the level "host". Copies that hosts have in memory already are
+    not considered. If no host has a domain label, each slot is its own domain.
 
     Args:
         slots: the host of each slot.
         domains: failure domains of all hosts.
         copies: requested number of copies of every slice.
+
+    Returns:
+        `copies`, the chosen level and each slot's domain at this level.
     """
     if not domains.levels:
         return Spread(copies=copies)
@@ -139,7 +144,8 @@ def next_spread(
         slots: the host of each slot in the new assignment.
         domains: failure domains of all hosts.
         copies: requested number of copies of every slice.
-        keep: whether the copies in the hosts' memory are used further.
+        keep: whether the new assignment restores its state from the copies in memory,
+            which then stay where they are.
     """
     if keep and previous is not None and len(previous.slots) == len(slots):
         return previous.spread
@@ -200,12 +206,12 @@ def shortfall(
     slots: Sequence[str],
     domains: FailureDomains,
 ) -> tuple[int, str]:
-    """Computes how many copies of every slice are in separate failure domains.
+    """Computes in how many separate failure domains every slice has copies.
 
-    A level of failure domains is "power", "rack" or "host". Domains are those of the
-    level over which copies are spread. If this level is "host" although hosts have
-    labels, domains are those of the narrowest level in the labels, because a rack fails
-    as a whole.
+    Failure domains have levels: "power", "rack" and "host". Counts the domains of the
+    level over which copies are spread. If this is "host" although hosts have labels,
+    counts the domains of the narrowest level in the labels, because hosts of one such
+    domain fail together.
 
     Args:
         spread: the requested copies, and the level over which they are spread.
@@ -214,8 +220,8 @@ def shortfall(
         domains: the failure domains of all hosts.
 
     Returns:
-        The smallest number over all slices, at most `spread.copies`; and a warning if
-        this number is below `spread.copies`, else "".
+        The number of domains with a copy, of the slice with the fewest, at most
+        `spread.copies`; and a warning if this number is below `spread.copies`, else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

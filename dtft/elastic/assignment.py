@@ -2,8 +2,8 @@
 
 A formation is one assignment of hosts to the job's slots, with one trainer per slot.
 `fill_slots` assigns hosts to slots; `seat` does so when the number of slots may change.
-`next_epoch` numbers the formations. An incarnation names one start of a host's agent
-(see `process_of`). A replica group is the smallest set of hosts that
+`next_epoch` numbers the formations. An incarnation names an agent process and one of
+its registrations (see `process_of`). A replica group is the smallest set of hosts that
 together hold whole copies of the model: one copy, or as many copies as one host holds.
 `choose_slots` chooses the number of slots of a formation, `size_for` computes the
 number of slots for a requested number of replicas, and `resized` computes the state's
@@ -31,7 +31,7 @@ class HostRecord:
     host: str
     """Name, unique in the job."""
     address: str
-    """host:port of the host's transport."""
+    """host:port at which the host's agent accepts connections from other agents."""
     incarnation: str
     """PROCESS.NUMBER. PROCESS differs for every start of the agent, NUMBER for every
     registration of one agent process."""
@@ -99,8 +99,8 @@ class SlotAssignment:
     """None for the first assignment of a job. 0 if the trainers of the remaining hosts
     keep their processes and the state is in memory. Otherwise where the recovery found
     the state: 1 in each host's own memory, 2 also in peers' memory, 3 in storage or the
-    initial state. With divided copying (`AgentConfig.share`) the rung is 1 if every
-    slot's host has copies."""
+    initial state. With `AgentConfig.share` "divided", where a host copies only some of
+    its slices, the rung is 1 if every slot's host has copies of the step."""
     reason: str
     """Why the slots were assigned anew, for messages."""
     spread: Spread = field(default_factory=Spread)
@@ -127,7 +127,7 @@ class SlotAssignment:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt), which is larger for every later assignment."""
+        """(generation, attempt) by `next_epoch`; larger for every later assignment."""
         return self.generation, self.attempt
 
     def to_json(self) -> str:
@@ -217,9 +217,13 @@ def next_epoch(
 ) -> tuple[int, int]:
     """Computes (generation, attempt) of a new assignment of hosts to slots.
 
-    The generation increases if the hosts in `filled` (one for each slot), or their
-    agent processes, differ from those in `previous`; otherwise the attempt increases.
-    The first assignment of a job (`previous` is None) gets (1, 1).
+    The attempt increases by 1 if every slot keeps its host and agent process.
+    Otherwise the generation increases by 1, and the attempt becomes 1. The first
+    assignment of a job (`previous` is None) gets (1, 1).
+
+    Args:
+        previous: the assignment before the new one.
+        filled: the record of each slot's host in the new assignment.
 
     >>> next_epoch(None, [])
     (1, 1)
@@ -240,7 +244,7 @@ consecutive numbers."""
 
 @dataclass(frozen=True, kw_only=True)
 class SizeLimits:
-    """Limits of a job's number of replicas: a minimum, and an even split of a batch."""
+    """Limits a job's number of replicas: to a minimum, and to divisors of its batch."""
 
     min_replicas: int = 0
     """Fewest replicas with which the job continues when it has lost hosts and has no
@@ -278,9 +282,9 @@ class ReplicaGroups:
     """The numbers of replicas and slots of a job, and its replica groups.
 
     A replica group is the smallest set of hosts that hold whole copies of the model.
-    `parts` is the number of equal parts into which the rows of one replica are divided.
-    In the example, the group is two replicas on one slot.
-
+    The rows (examples of the batch) of one replica are divided into `parts` equal
+    parts: among devices, and into microbatches. In the example, the group is two
+    replicas on one slot.
     >>> ReplicaGroups(replicas=4, slots=2, parts=1).group  # every host has two replicas
     (2, 1)
     """
@@ -293,7 +297,11 @@ class ReplicaGroups:
 
     @classmethod
     def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
-        """Computes the groups of a running job from the layout of its state."""
+        """Reads these numbers from the layout of a running job's state.
+
+        `parts` is `limits.row_parts` times the sizes of the mesh axes in
+        `limits.batch_axes`, except the replica axis.
+        """
         mesh = layout.mesh
         sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
         others = [axis for axis in limits.batch_axes if axis != REPLICA_AXIS]
@@ -305,7 +313,10 @@ class ReplicaGroups:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Number of replicas and number of slots of one replica group."""
+        """Number of replicas and number of slots of one replica group.
+
+        These are the smallest whole numbers in the proportion of `replicas` to `slots`.
+        """
         common = math.gcd(self.replicas, self.slots)
         return self.replicas // common, self.slots // common
 
@@ -330,22 +341,25 @@ class ReplicaGroups:
         return replicas * self.slots // self.replicas
 
     def replicas_on(self, slots: int) -> int:
-        """Returns the number of replicas on this many slots, rounded down."""
+        """Returns how many whole replicas fit on this many slots."""
         return slots * self.replicas // self.slots
 
 
 def size_for(replicas: int, layout: Layout, limits: SizeLimits) -> WantedSize:
-    """Returns the size of a job for a requested number of replicas, if it is allowed.
+    """Returns the size of the job with `replicas` replicas, if the job may have it.
 
     Args:
         replicas: the requested number of replicas.
         layout: layout of the running job's state (its mesh and arrays).
         limits: the job's size limits.
 
+    Returns:
+        The number of replicas, and the number of slots for them.
+
     Raises:
-        ValueError: the job may not have this number of replicas, or its state cannot be
-            resized. The message has the minimum if the number is below it, and the
-            nearest allowed numbers if the number does not fit.
+        ValueError: the number is below the minimum (which the message has), it does not
+            fit the replica groups or the batch (the message has the nearest numbers
+            that do), or the state cannot be resized.
     """
     groups = ReplicaGroups.of(layout, limits)
     if replicas < max(1, limits.min_replicas):
@@ -418,8 +432,10 @@ def resized(layout: Layout, replicas: int) -> Layout:
 
 
 def _outermost(mesh: MeshLayout) -> int:
-    """Returns the size of the replica axis; 0 without such an axis, or if an axis
-    before it has a size above 1."""
+    """Returns the size of the replica axis; 0 if it is not the outermost.
+
+    The result is 0 without a replica axis, and if an axis before it has a size above 1.
+    """
     for name, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True):
         if name == REPLICA_AXIS:
             return size
@@ -433,12 +449,13 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 
 
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
-    """Returns an array's description with its shape in a job of `replicas` replicas.
+    """Returns a leaf with its shape in a job of `replicas` replicas.
 
-    The shape changes only if the array has one row for each of the present replicas
-    (`before`). Such a state cannot be resized, because a new replica would have no row.
-    `new_specs` sees that the shape has changed, and raises an error that names the
-    array.
+    The shape changes only for a leaf with one row for each replica: its first dim is
+    divided by the replica axis and has the size `before`, the present number of
+    replicas. A job with such a leaf cannot be resized, because a new replica would have
+    no row. `new_specs` sees that the shape has changed, and raises an error that names
+    the leaf.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(
@@ -457,17 +474,17 @@ def choose_slots(
 ) -> int:
     """Chooses the number of slots for the next assignment of hosts.
 
-    The candidates are, in this order:
+    The candidates are these numbers of slots, in this order:
 
     1. `wanted`;
-    2. the smaller sizes that `limits` allows, largest first. There are none if `groups`
-       is None, or if `limits.min_replicas` is 0;
-    3. the size of the newest commit, so that a failed growth does not end the job.
+    2. the smaller numbers that `limits` allows, largest first. There are none if
+       `groups` is None, or if `limits.min_replicas` is 0;
+    3. `committed`, so that a failed growth does not end the job.
 
-    Candidates in `unfit` are left out. If no candidate is left, the size of the newest
-    commit is the only candidate (`wanted` without a commit). The result is the first
-    candidate of at most `available` slots. If every candidate needs more slots, the
-    result is the smallest candidate, and the job waits for hosts.
+    Candidates in `unfit` are left out. If no candidate is left, `committed` is the only
+    candidate (`wanted` without a commit). The result is the first candidate of at most
+    `available` slots. If every candidate needs more slots, the result is the smallest
+    candidate, and the job waits for hosts.
 
     In the examples there are two hosts for three wanted slots. The job continues with
     two slots if the newest commit has two; otherwise it waits for a third host.
@@ -479,7 +496,8 @@ def choose_slots(
         groups: replica groups of the running job; None if no live host knows its
             layout.
         limits: the job's size limits.
-        unfit: numbers of slots that are excluded, because the job failed with them.
+        unfit: numbers of slots that are excluded, because the job could not be restored
+            or trained with them.
 
     >>> choose_slots(wanted=3, committed=2, available=2, groups=None,
     ...     limits=SizeLimits())

@@ -1,8 +1,9 @@
 """An agent's event loop: callables run one after the other, on one thread.
 
-Long work runs on other threads, and its outcome is passed back as a `Future`: `aside`
-for one piece of work, a `Lane` for pieces in order. `EventLoop` records its longest
-calls: an agent whose loop is blocked neither renews its lease nor answers the leader.
+Long work runs on other threads: `aside` runs one callable on a thread of its own, and a
+`Lane` runs callables in order on one thread. The outcome comes back to the loop as a
+finished `Future`. `EventLoop` records its longest calls: an agent whose loop is blocked
+neither renews its lease nor answers the leader.
 """
 
 import heapq
@@ -16,22 +17,25 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 KEPT_CALLS = 10
-"""Number of longest calls that the loop remembers, for the record of a drill."""
+"""Number of longest calls that the loop remembers (`EventLoop.longest`)."""
 IDLE_S = 5.0
 """Seconds without work after which a lane's thread ends."""
 
 Work = Callable[[], Any]
 Then = Callable[["Future[Any]"], None]
-"""Takes a finished future; its `result()` returns the work's result or raises its
-error."""
+"""Takes a finished future, whose `result()` returns the work's result or raises the
+work's error."""
 
 
 class Lane(Protocol):
     """A queue of work, which runs in order on a thread other than the loop's."""
 
     def submit(self, work: Work, then: Then) -> None:
-        """Calls `work` after all work submitted before; then calls `then` on the loop
-        with the outcome, a finished Future. Does nothing after `close`."""
+        """Calls `work` on the lane's thread, after all work submitted before.
+
+        Then calls `then` on the loop with the outcome, a finished future. Does nothing
+        after `close`.
+        """
         ...
 
     def close(self) -> None:
@@ -69,7 +73,10 @@ class Loop(Protocol):
         ...
 
     def lane(self, name: str) -> Lane:
-        """Makes a new lane, whose work does not wait for that of other lanes."""
+        """Makes a lane, whose work does not wait for the work of other lanes.
+
+        `name` is the name of its thread.
+        """
         ...
 
     def run(self) -> None:
@@ -148,7 +155,11 @@ class EventLoop:
         return tuple(sorted(self._longest, reverse=True))
 
     def record(self) -> dict[str, Any]:
-        """Returns the longest calls as a dict that can be written as JSON."""
+        """Returns the longest calls as a dict that can be written as JSON.
+
+        "longest_call_s" has the seconds of the longest call (0.0 without a call), and
+        "calls" the fields of each `Call` in `longest`.
+        """
         calls = [asdict(call) for call in self.longest]
         return {"longest_call_s": calls[0]["seconds"] if calls else 0.0, "calls": calls}
 
@@ -176,7 +187,11 @@ class EventLoop:
     def _due(
         self,
     ) -> tuple[tuple[Callable[..., None], tuple[Any, ...]] | None, float]:
-        """Returns (call, 0) for a due timer, else (None, seconds to wait)."""
+        """Removes the first timer if it is due; returns its call and 0.
+
+        The call is (function, arguments). If no timer is due, returns None and the
+        seconds until the first timer is due, or 1 without a timer.
+        """
         with self._lock:
             if not self._timers:
                 return None, 1.0

@@ -4,8 +4,8 @@ A trainer writes its phase and the phase's start time to shared memory (its host
 progress board). The agent reads the board about every second (`ProgressWatch`) and
 reports long phases to the leader. One hung trainer blocks all others in the next
 collective, so the phases of all trainers exceed a limit. The leader then finds the
-hosts that are behind (`verdict`). Callers pass the time, and what they have read of
-the board and the process.
+hosts for which the others wait (`verdict`). Nothing here reads a clock, the board or a
+process: callers pass what they have read.
 """
 
 from collections import deque
@@ -17,7 +17,8 @@ from dtft.checkpoint.managers import Phase
 from dtft.checkpoint.timeouts import Timeouts
 
 QUIET_S = 2.0
-"""Seconds after which a phase counts as long; the agent then reports every second."""
+"""Seconds after which a phase counts as long; the agent then reports the trainer's
+progress every second."""
 PERIOD_S = 1.0
 """Seconds between two reports of a long phase."""
 MOVING_S = 10.0
@@ -29,8 +30,9 @@ BLIND_S = 2.0
 adds to a phase's duration. In a longer interval the agent itself was stopped, and
 perhaps its trainer too."""
 DUMP_AT = 0.8
-"""Fraction of a phase's limit after which the agent dumps the trainer's stack. Beyond
-the limit the leader may restart all trainers (`verdict`)."""
+"""Fraction of a phase's limit after which the agent has the trainer write its stacks to
+its log. Once a phase exceeds its limit, the leader may restart all trainers, and the
+stacks are lost."""
 KNOWN_STEPS = 3
 """Least number of measured step times from which the default limit of a step is
 computed. With fewer, the limit is `Timeouts.start`."""
@@ -99,7 +101,7 @@ def stuck(
 def limit_of(
     phase: Phase, step_s: Sequence[float], timeouts: Timeouts, state: str = ""
 ) -> tuple[float, str]:
-    """Returns the limit of a phase in seconds, and the field of `timeouts` for it.
+    """Returns the limit of a phase in seconds, and which field of `timeouts` sets it.
 
     If `timeouts.step` is None, the limit of the phase "step" is `MEDIANS` (20) times
     the median of `step_s`, at least `SHORTEST_LIMIT_S` (10 s). With fewer than
@@ -109,8 +111,8 @@ def limit_of(
         phase: the trainer's phase; "" has no limit.
         step_s: measured seconds of the newest steps.
         timeouts: timeouts of the job.
-        state: state letter of the process. A stopped process makes no progress in any
-            phase, so its limit is at most that of a step.
+        state: state letter of the process in /proc/PID/stat. A stopped process ("T")
+            makes no progress in any phase, so its limit is at most that of a step.
 
     >>> limit_of("step", [1.0, 2.0, 1.0], Timeouts())
     (20.0, 'step')
@@ -211,7 +213,7 @@ class ProgressWatch:
         self._dumped = False
 
     def look(self, now: float, seen: Observation) -> JobProgress:
-        """Records an observation; returns the trainer's progress.
+        """Records an observation; returns the trainer's progress up to now.
 
         `now` is the time of the observation, in seconds on the monotonic clock.
         """
@@ -239,10 +241,15 @@ class ProgressWatch:
         )
 
     def _count(self, now: float, seen: Observation) -> None:
-        """Records the mean time of the steps dispatched since the last record.
+        """Records the seconds of a step: the mean over the steps since the last record.
 
-        Records nothing while the trainer has no phase, starts or compiles, or for an
-        interval in which the agent was stopped.
+        The recorded times decide the default limit of a step. Nothing is recorded while
+        the trainer has no phase, starts or compiles, nor for an interval of more than
+        `BLIND_S` seconds between two observations: the agent itself was stopped then.
+
+        Args:
+            now: time of the observation, in seconds on the monotonic clock.
+            seen: the observation, with the last dispatched step.
         """
         begun, before = self._counted_from, self._last
         blind = before is not None and now - before[0] > BLIND_S
@@ -259,10 +266,10 @@ class ProgressWatch:
     def report_due(self, now: float, progress: JobProgress) -> bool:
         """Whether to report progress to the leader now; if True, records the report.
 
-        The first phase is reported at once. A long phase is reported every second, and
-        its end at once. Other progress is reported every ten seconds. When the trainer
-        has no phase any more, this is reported once. `now` is the current time, in
-        seconds on the monotonic clock.
+        A trainer's first phase is reported at once. A phase that lasts for `QUIET_S`
+        (2 s) or longer is reported every second, and its end at once. Other progress is
+        reported every ten seconds. When the trainer has no phase any more, this is
+        reported once. `now` is the current time, in seconds on the monotonic clock.
         """
         told = self._reported
         lasts = progress.for_s >= QUIET_S
@@ -306,7 +313,10 @@ def _busy(
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """Hosts for which the other hosts wait, and why; all hosts if none is behind."""
+    """The hosts for which the other hosts wait, and how they were found.
+
+    These are all hosts if none is behind the others.
+    """
 
     hosts: tuple[str, ...]
     why: str
@@ -317,17 +327,18 @@ def culprit(reports: Mapping[str, JobProgress]) -> Blame:
 
     `reports` maps each host to the progress of its trainer.
 
-    If any process is stopped (state T), the result is the stopped processes. Otherwise
-    each of these rules keeps some of the hosts that the rules before have kept:
+    If any trainer is stopped (state T), the result is the hosts of stopped trainers.
+    Otherwise these rules are applied one after the other. Each keeps only the hosts
+    with the stated property; a rule that would keep no host keeps all:
 
     1. The fewest dispatched steps: collectives of a later step wait for such a host.
     2. The fewest finished steps: a collective may have ended on some hosts only.
-    3. A phase without waiting for other hosts (start, compile, data), if others wait.
+    3. A phase without waiting for other hosts (start, compile, data).
     4. A process in uninterruptible sleep (state D): a disk or network file hangs.
     5. A process that uses a processor: a process that waits for a collective sleeps.
 
     Trainers without a phase, which have not begun or have ended well, are left out. The
-    reason in the result is that of the first rule that left some hosts out.
+    reason in the result is that of the first rule that did not keep all hosts.
     """
     group = {host: it for host, it in reports.items() if it.phase}
     if stopped := _those(group, lambda it: it.state == STOPPED):
@@ -384,7 +395,8 @@ class HangVerdict:
 
     hosts: tuple[str, ...]
     text: str
-    """Message with host, slot, phase, seconds, cause and the flag of the limit."""
+    """Message for people. It has each host's slot, phase, seconds in the phase, cause,
+    and the flag that sets the limit; for a silent host only slot and seconds."""
 
 
 def verdict(
@@ -392,7 +404,7 @@ def verdict(
 ) -> HangVerdict | None:
     """Returns the hosts whose trainers are stuck; None if none is, or not yet known.
 
-    * If no trainer exceeds its limit, the result is None.
+    * If no trainer exceeds the limit of its phase, the result is None.
     * If one does and some hosts are silent (no report for `FRESH_S`), the result is the
       silent hosts. It is None until the limit is exceeded by more than `FRESH_S`,
       because the report of a silent host may only be late.

@@ -29,7 +29,7 @@ from dtft.elastic.store import Store, View, job_key, read_commits, read_view
 CONNECT_S = 5.0
 LOOK_S = 30.0
 VERIFY_S = 600.0
-"""Default of `Verification.timeout_s`: seconds for a host to read all its copies."""
+"""Default of `Verification.timeout_s`, the limit for a host to read all its copies."""
 SILENCE_S = 30.0
 """Seconds without a progress message after which a host's verification has failed."""
 MOST_VERIFIERS = 1024
@@ -42,8 +42,8 @@ LEADER_S = 20.0
 job elects a leader within this time."""
 LEADER_PAUSE_S = 0.2
 VERIFY_TRIES = 8
-"""Largest number of repetitions of a verification. Training continues meanwhile, so a
-step may be dropped before all hosts have read the step; then the hosts verify again."""
+"""Largest number of repetitions of a verification. Training continues meanwhile, so
+hosts may drop a step before all of them have read it; then all hosts verify again."""
 VERIFY_AGAIN_S = 20.0
 """Seconds from the start of the first verification after which no further verification
 begins."""
@@ -80,17 +80,18 @@ class HostState:
     """The host's slot; -1 for a spare."""
     arena_bytes: int = 0
     held: Mapping[int, Mapping[str, bytes]] = field(default_factory=dict)
-    """Maps each step, then the key of each slice, to the digest of the host's copy."""
+    """Maps each step, then the key of each slice, to the digest of the host's copy. Has
+    only copies that the host keeps for the newest assignment of slots."""
     corrupt: tuple[str, ...] = ()
-    """Descriptions of corrupt copies, which are not in `held`."""
+    """Each corrupt copy as "step STEP: SLICE KEY"; these are not in `held`."""
     unread: tuple[int, ...] = ()
     """Steps of which the host dropped or replaced a copy before the verification ended.
     The host may not have read this copy."""
     copies_read: int = 0
     """Number of copies that were read and compared with their digests."""
     bytes_read: int = 0
-    """Bytes that the host read. A chunk of memory that copies of several steps have in
-    common counts once."""
+    """Bytes that the host read from memory. A chunk that belongs to copies of several
+    steps counts once."""
     seconds: float = 0.0
     """Seconds that reading the copies took."""
     layout: str = ""
@@ -108,8 +109,10 @@ class JobState:
     view: View
     hosts: tuple[HostState, ...]
     commits: tuple[CommitHealth, ...]
-    """The commits worth showing, newest first: all healthy commits; if there are none,
-    all degraded commits; if there are none of these either, the newest commit."""
+    """The commits to display, newest first: all healthy commits; if there are none, all
+    degraded commits; if there are none of these either, the newest commit. Every slice
+    of a healthy commit has copies in as many failure domains as when the commit was
+    made. A degraded commit has fewer, but can be restored from memory."""
     copies: tuple[int, int, str] = (0, 0, "")
     """Requested copies of every slice, how many are in separate failure domains, and
     why the numbers differ ("" if not); (0, 0, "") if unknown."""
@@ -118,11 +121,13 @@ class JobState:
     def telling(self) -> bool:
         """Whether this state is conclusive, so that the observer need not look again.
 
-        A state without commits, with a corrupt copy, or with a host that did not answer
-        is conclusive. Any other state is conclusive if it has a healthy commit (each of
-        its slices has copies in as many failure domains as at the commit) whose step no
-        host dropped before the step was read. Hosts drop steps while they are
-        queried, so another query may give a conclusive state.
+        Hosts drop the copies of old steps while they are queried, so a commit can seem
+        to have too few copies. The state is conclusive in these cases:
+
+        * There is no commit, a copy is corrupt, or a host did not answer.
+        * Some commit is healthy (each of its slices has copies in as many failure
+          domains as at the commit), and no host dropped a copy of its step before the
+          copy was read.
         """
         if not self.commits or any(host.corrupt or host.error for host in self.hosts):
             return True
@@ -176,7 +181,8 @@ class Observer:
     def look(self, verify: Verification | None = None) -> JobState:
         """Queries all hosts' copies; with `verify`, the hosts first read their copies.
 
-        Repeats the queries a limited number of times while the state is inconclusive.
+        Repeats the queries a limited number of times while the state is inconclusive
+        (`JobState.telling`), because hosts drop steps meanwhile.
 
         Raises:
             StoreUnavailable: the store does not answer.
@@ -250,10 +256,11 @@ class Observer:
         )
 
     def _verified(self, record: HostRecord, verify: Verification) -> dict[str, Any]:
-        """Makes a host read all its copies; returns the host's answer.
+        """Makes a host read all its copies; returns the host's reply, with its fields.
 
         Raises:
-            TimeoutError: the host sent no progress for `SILENCE_S`, or took too long.
+            TimeoutError: the host sent no progress for `SILENCE_S`, or took longer than
+                `verify` allows.
             OSError: the connection failed.
         """
         request, allowed_s = {"verify": True, "rate": verify.rate}, verify.timeout_s
@@ -338,7 +345,7 @@ class Observer:
         Adds the name of the leader's host to the reply, as `leader`.
 
         Args:
-            op: kind of the request.
+            op: kind of the request, such as "scale".
             request: fields of the request.
             limit_s: deadline of the reply in seconds.
 
@@ -370,7 +377,7 @@ class Observer:
 
         Args:
             leader: record of the host that leads.
-            op: kind of the request.
+            op: kind of the request, such as "export".
             request: fields of the request.
             limit_s: deadline of the reply in seconds.
 
@@ -383,7 +390,7 @@ class Observer:
             raise NotThere(f"leader {leader.host}: {error}") from error
 
     def result(self) -> str | None:
-        """Returns the status with which the job ended; None while the job runs."""
+        """Returns "done", "stopped" or "error" once the job has ended; None before."""
         view, _ = read_view(self._store, self.job)
         return json.loads(view.result)["status"] if view.result else None
 

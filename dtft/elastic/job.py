@@ -1,7 +1,7 @@
 """The settings of one agent.
 
-With `--serve-only`, some settings are known only once a user's process has attached
-(`Terms`).
+In a served job (`--serve-only`), whose processes the user starts, some settings are
+known only once a process has attached to the agent (`seat_policy.Terms`).
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,10 @@ devices of its own; see `train.world`."""
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """One agent's settings. Contains no model: the trainer is a command line."""
+    """One agent's settings.
+
+    The model is not among them: the agent starts the trainer by a command line.
+    """
 
     job: str
     """Name of the job, equal on all its hosts."""
@@ -73,7 +76,8 @@ class AgentConfig:
     last_step: int = 0
     """The last step of the job; 0 if only the trainers know it."""
     storage_interval: int = 50
-    """Number of steps between two exports to storage."""
+    """Number of steps between two exports to storage; 0: steps are exported only on
+    request and at the end of the job."""
     storage_keep: int = 3
     """Number of checkpoints that storage keeps."""
     chunk_bytes: int = 4 << 20
@@ -89,22 +93,23 @@ class AgentConfig:
     served: bool = False
     """Whether the trainers are processes that the user starts and that attach."""
     terms: str = ""
-    """JSON of the `Terms` of the user's processes; "" if agents start the trainers, or
-    if no process has attached yet."""
+    """JSON of the `seat_policy.Terms` (settings) of the user's processes; "" if agents
+    start the trainers, or if no process has attached yet."""
 
     @property
     def seats(self) -> SeatPolicy:
-        """The policy that fills slots and reacts to trainers: `SERVED` if the job is
-        `served`, else `LAUNCHED`."""
+        """How the job fills slots and reacts when hosts and trainers join or end.
+
+        `SERVED` if the user starts the trainers (`served`), else `LAUNCHED`.
+        """
         return SERVED if self.served else LAUNCHED
 
     @property
     def is_served_by_one(self) -> bool:
-        """Whether all trainers connect to one JAX coordination service, which an agent
-        runs.
+        """Whether one agent runs a JAX coordination service for all trainers.
 
-        False if each trainer runs a service of its own, or if the user starts the
-        trainers.
+        False with hot swap on CPU, where each trainer runs a service of its own, and in
+        a job whose processes the user starts.
         """
         return self.seats.has_coordination_service and not self.cpu_devices
 

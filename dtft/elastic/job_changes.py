@@ -24,7 +24,9 @@ class ChangeRefused(ValueError):
 def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
     """Changes the number of replicas; returns once the job trains with it.
 
-    The store keeps the requested number.
+    Sends the request to the leader, and sends it again while no leader answers or the
+    job does not train. The requested number is kept in the store, so it outlasts a
+    change of the leader.
 
     Args:
         observer: the job's observer, which knows the job's secret.
@@ -32,18 +34,18 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
         limit_s: seconds after which the call fails.
 
     Returns:
-        `replicas`, `before` (the number before the last attempt), `hosts` (number of
-        hosts with a slot), `leader` (the leader's host) and `asked_again` (whether an
-        earlier attempt of this call failed). After a change by the last attempt also
+        `replicas`, `before` (the number when the request was last sent), `hosts`
+        (number of hosts with a slot), `leader` (the leader's host) and `asked_again`
+        (whether the request had to be repeated). If `before` is another number, also
         `step` (restored), `bytes_from_peers`, `bytes_from_storage` and `seconds` since
-        the request. An earlier attempt may have changed the size although the attempt
-        failed; then `before` equals `replicas`.
+        the request was last sent. `before` equals `replicas` if the job had this number
+        already, also if an earlier sending of the request has changed it.
 
     Raises:
         ChangeRefused: the job cannot have this number of replicas, or serves processes
             that its user starts.
         RuntimeError: the job has ended or has too few hosts, or the change failed or
-            was late; the message has the reason.
+            took longer than `limit_s`; the message has the reason.
     """
     if observer.is_served:  # without its processes this job may have no leader
         raise ChangeRefused(change_refusal(observer.job))
@@ -54,9 +56,11 @@ def scale(observer: Observer, replicas: int, limit_s: float) -> dict[str, Any]:
 def drain(observer: Observer, host: str, limit_s: float) -> dict[str, Any]:
     """Makes a host leave the job; returns once the job trains without it.
 
-    If the host has a slot, another host takes the slot at the next commit. The other
-    trainers keep their processes, as after a loss. The host's agent ends once its
-    copies are not needed any more.
+    If the host has a slot, the job is formed anew at the next commit: a spare takes the
+    slot, or the job shrinks if it has no spare and may shrink (`--min-replicas`). With
+    hot swap the other trainers keep their processes, as after a loss. The host's agent
+    ends once a step is committed without the host; at once if the host has no slot and
+    does not lead.
 
     Args:
         observer: the job's observer, which knows the job's secret.
@@ -65,15 +69,15 @@ def drain(observer: Observer, host: str, limit_s: float) -> dict[str, Any]:
 
     Returns:
         `host`, `slot` (the host's slot before; -1 for none), `leader` (the leader's
-        host) and `asked_again` (whether an earlier attempt of this call failed). If the
+        host) and `asked_again` (whether the request had to be repeated). If the
         host had a slot, also `step` (restored), `bytes_from_peers`,
         `bytes_from_storage` and `seconds` since the request.
 
     Raises:
         ChangeRefused: the job has no such host, or serves processes that its user
             starts.
-        RuntimeError: no other host can take the slot, the job has ended, or the change
-            failed or was late; the message has the reason.
+        RuntimeError: the job cannot train without the host, the job has ended, or the
+            change failed or took longer than `limit_s`; the message has the reason.
     """
     if observer.is_served:
         raise ChangeRefused(change_refusal(observer.job))
@@ -98,7 +102,7 @@ def _changed(
 
     Raises:
         ChangeRefused: the leader refuses the change.
-        RuntimeError: the change failed or was late.
+        RuntimeError: the job has ended, or the change failed or was late.
     """
     end = time.monotonic() + limit_s
     why = ""

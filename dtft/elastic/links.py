@@ -82,10 +82,11 @@ class LeaderLink:
         return self._channel is not None and silent_s < self._lease_s
 
     def follow(self, term: int, leader: HostRecord) -> None:
-        """Begins to connect to a leader, unless a link to it is open.
+        """Begins to connect to a leader, unless a link to it is open or being opened.
 
-        `term` is the number of the leader's term, which is sent with the first message.
-        Closes a link to another leader.
+        After a failed try, `tick` connects once a pause is over. `term` is the number
+        of the leader's term, which is sent with the first message. Closes a link to
+        another leader.
         """
         known = self._leader
         if known is None or _who(known) != _who(leader):
@@ -255,7 +256,7 @@ class FollowerLinks:
     """The connections from other hosts, which follow this host as the leader.
 
     Hosts may connect before this host leads. There is at most one connection for each
-    host; a later one replaces an earlier one.
+    host; a later connection of a host replaces its earlier one.
     """
 
     def __init__(
@@ -394,9 +395,11 @@ class FollowerLinks:
         self._prove(link.record, PROOF_TRIES)
 
     def _prove(self, record: HostRecord, tries: int) -> None:
-        """Tries a host's port until the port refuses or `tries` attempts are used up.
+        """Tries to find out whether a host's agent has ended.
 
-        Calls `on_dead` if the port refuses. Stops once the host has connected again.
+        Connects to the agent's port, at most `tries` times, with pauses of
+        `PROOF_PAUSE_S`. A refused connection shows that the agent has ended; then calls
+        `on_dead`. Stops once the host has connected again.
         """
         if record.host in self._links or not tries:
             return

@@ -1,7 +1,8 @@
 """A local cluster: a private etcd and one agent per host, each a session of processes.
 
-Agents run the same code here as on many machines. Processes die with the thread that
-started them; this thread calls `LocalCluster.wait`, which also supervises the store.
+Agents run the same code here as on many machines. Processes die when the thread that
+started them ends, so this thread must last until the job's end: it calls
+`LocalCluster.wait`, which also supervises the store.
 `kill_host` simulates the loss of a host: it kills all processes of its session and
 deletes the host's memory. `supervise` runs a cluster until its job ends. On signals,
 `supervise` stops the job, prints what the job waits for, or ends the job by force.
@@ -103,7 +104,7 @@ class ClusterOptions:
 
 
 class LocalCluster:
-    """One job on this machine: a private etcd and the agents."""
+    """One job on this machine: a private etcd, and the agent of each host."""
 
     def __init__(self, options: ClusterOptions) -> None:
         """Makes the run directory and the secret file; starts no process."""
@@ -126,7 +127,7 @@ class LocalCluster:
         self._stop_recorded = False
 
     def start(self) -> None:
-        """Frees the memory of dead agents, starts etcd, then every agent.
+        """Removes memory that dead agents have left, starts etcd, then every agent.
 
         Raises:
             ValueError: etcd does not start; the message has the reason.
@@ -242,8 +243,7 @@ class LocalCluster:
                 self._closed.wait(ASK_AGAIN_S if self._stop_recorded else 0.1)
 
     def poll(self) -> dict[str, int]:
-        """Maps the name of each host whose agent has ended to the agent's return
-        code."""
+        """Returns the return codes of the agents that have ended, by host name."""
         agents = list(self.agents.items())  # another thread may kill hosts
         codes = {name: agent.poll() for name, agent in agents}
         return {name: code for name, code in codes.items() if code is not None}
@@ -275,7 +275,7 @@ class LocalCluster:
     # ---------------------------------------------------------------- observing
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the events that the leaders of this job have logged."""
+        """Returns the events that leaders have logged since this object was made."""
         return read_events(self.options.run_directory)[self.first_event :]
 
     def progress(self) -> StopProgress:
@@ -317,7 +317,8 @@ class LocalCluster:
     def result(self) -> dict[str, Any] | None:
         """Returns the leader's record of the job's end; None if none is found.
 
-        The record is read from the event log, or else from the store.
+        The record has "status" ("done", "stopped" or "error"), "step", "message" and
+        "code" (exit code). It is read from the event log, or else from the store.
         """
         ends = [event for event in self.events() if event["event"] == "end"]
         if ends:
@@ -488,7 +489,8 @@ def _to_the_end(cluster: LocalCluster, asked: StopAsked, stop_s: float) -> int:
 def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
     """Tries to export the newest step in memory; prints which steps are lost.
 
-    The caller then ends the cluster.
+    Exports nothing if no step was committed, or if storage has the newest commit and
+    the store answers. The caller then ends the cluster.
 
     Args:
         cluster: the cluster.
@@ -521,12 +523,13 @@ def _end_by_force(cluster: LocalCluster, asked: StopAsked, why: str) -> int:
 def _exported(
     cluster: LocalCluster, asked: StopAsked, newest: int, limit_s: float
 ) -> str:
-    """Writes the step `newest` to storage; returns "", or why it is not in storage.
+    """Exports the newest step in memory; returns "", or why no step was exported.
 
     First waits for an export that the job has begun, if there is one. If storage then
-    lacks the step, exports the step from the hosts' memory (`LocalCluster.salvage`).
-    Gives up after `limit_s` seconds, and when `asked` gets another stop signal. Also
-    gives up if all agents have ended while it waited for the job's export.
+    lacks the step `newest`, exports the newest step that the hosts' memory holds
+    completely (`LocalCluster.salvage`), which may be an earlier step. Gives up after
+    `limit_s` seconds, and when `asked` gets another stop signal. Also gives up if all
+    agents have ended while it waited for the job's export.
     """
     end, presses_before = time.monotonic() + limit_s, asked.times
     outcome: list[str] = []
@@ -559,7 +562,10 @@ def _exported(
 
 
 def _outcome(cluster: LocalCluster) -> int:
-    """Prints how the job ended and what storage has; returns the exit code."""
+    """Prints how the job ended, and the stored step if later steps are lost.
+
+    Returns the exit code of the command.
+    """
     result, progress = cluster.result(), cluster.progress()
     newest = max(progress.committed, progress.recorded)
     where = cluster.options.storage_directory

@@ -136,7 +136,8 @@ class TcpNetwork:
 
         Args:
             loop: event loop for the callbacks.
-            credentials: credentials of the job.
+            credentials: the job's name and secret and this host's TLS settings, by
+                which agents authenticate each other.
             limit_s: deadline for opening a connection, in seconds.
         """
         self._loop, self._credentials, self._limit_s = loop, credentials, limit_s

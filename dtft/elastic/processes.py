@@ -49,7 +49,7 @@ def run_to_end(command: Sequence[str], limit_s: float, output: IO | int) -> int 
     The command gets SIGTERM after `limit_s` seconds, and when an exception such as
     KeyboardInterrupt is raised in this call. If it still runs `_CLEANUP_S` seconds
     later, it is killed (SIGKILL). If the calling thread ends, even by SIGKILL, the
-    kernel sends SIGTERM to the command, which is then not killed.
+    kernel sends SIGTERM to the command; no SIGKILL follows in this case.
 
     Args:
         command: the command and its arguments.
@@ -197,7 +197,7 @@ def state_letter(pid: int) -> str:
 
 
 def process_alive(pid: int) -> bool:
-    """Whether a process exists and is not a zombie."""
+    """Whether a process exists and has not ended: a zombie is not alive."""
     status = _status(pid)
     return status is not None and status.state not in "ZX"
 

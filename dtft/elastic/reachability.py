@@ -1,10 +1,10 @@
 """Finds pairs of hosts cut off from each other, and chooses hosts to leave out.
 
-The leader reaches every host that answers in a round (an attempt to form the job, which
-means to assign slots and start trainers), but two of these hosts may be cut off from
+A round is an attempt to form the job: to assign slots and start trainers. The leader
+reaches every host that answers in a round, but two of these hosts may be cut off from
 each other. Such a pair can neither train together nor exchange copies. So after a
-failure that a cut would explain, each host tries its peers' ports and reports the peers
-that it did not reach.
+failure that a cut would explain, each host tries to connect to other hosts (its peers)
+and reports the peers that it did not reach.
 """
 
 import bisect
@@ -19,23 +19,24 @@ MOST_TRIED = 64
 follow in the next rounds."""
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 30.0
-"""Longest pause in seconds between two tries of pairs that do not reach each other; the
-first pause is `FIRST_PAUSE_S`, and pauses double."""
+"""Longest pause in seconds between two tries to connect the hosts of pairs that do not
+reach each other; the first pause is `FIRST_PAUSE_S`, and pauses double."""
 
 
 def peers_to_try(
     host: str, hosts: Sequence[str], turn: int, most: int = MOST_TRIED
 ) -> list[str]:
-    """Returns the peers that a host tries: its neighbours on a ring of all hosts.
+    """Returns the peers to which a host tries to connect: its neighbours on a ring.
 
-    If host a tries host b, then b also tries a. Later turns use neighbours farther
-    away, until all peers have been tried; then the nearest are used again.
+    The ring has all hosts. If host a tries host b, then b also tries a. Later turns use
+    neighbours farther away, until all peers have been tried; then the nearest are used
+    again.
 
     Args:
         host: name of the host.
         hosts: names of all hosts in sorted order.
         turn: number of this try, equal for all hosts; the next try has the next number.
-        most: largest number of peers.
+        most: largest number of peers, at least 2.
 
     >>> peers_to_try("c", "abcde", 0)
     ['a', 'b', 'd', 'e']
@@ -136,7 +137,11 @@ def set_aside(
 
 
 class Reachability:
-    """The pairs of hosts that do not reach each other, as far as the leader knows."""
+    """The pairs of hosts that do not reach each other, as far as the leader knows.
+
+    Hosts try to connect to each other in a round (`learn`), and between rounds to find
+    out whether known pairs reach each other again (`ask`).
+    """
 
     def __init__(self) -> None:
         """Starts with no pair."""
@@ -151,8 +156,10 @@ class Reachability:
 
     @property
     def is_to_be_tried(self) -> bool:
-        """Whether hosts must try to connect to their peers in the next attempt to form
-        the job."""
+        """Whether hosts must try to connect to their peers in the next round.
+
+        True while a cut is suspected, or some pair is known not to reach each other.
+        """
         return self.is_suspected or bool(self.apart)
 
     def learn(
@@ -194,7 +201,8 @@ class Reachability:
     def is_due(self, now: float) -> bool:
         """Whether the hosts of the pairs in `apart` must try to connect again now.
 
-        If they must, doubles the pause before the next try.
+        If they must, sets the time of the next try. The pause until then is twice the
+        last pause, at most `LONGEST_PAUSE_S`.
         """
         if not self.apart or now < self._look_at:
             return False
@@ -205,7 +213,7 @@ class Reachability:
     def ask(self, connected: Collection[str]) -> dict[str, list[str]]:
         """Begins another try of the pairs in `apart`; returns each host's peers to try.
 
-        First removes the pairs with a host that is not in `connected`.
+        First removes from `apart` the pairs with a host that is not in `connected`.
         """
         self.apart = {it for it in self.apart if set(it) <= set(connected)}
         asked: dict[str, list[str]] = {}
@@ -219,7 +227,8 @@ class Reachability:
         """Records the peers that a host did not reach in the try that `ask` began.
 
         Returns:
-            After the last answer, the pairs that reach each other again; else [].
+            After the last answer to `ask`, the pairs that reach each other again, which
+            are no longer in `apart`; else [].
         """
         if self._asked is None or host not in self._asked:
             return []

@@ -30,8 +30,10 @@ from dtft.elastic.store import StoreUnavailable
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Settings that must be equal in all processes of a served job. The first process
-    that attaches decides them."""
+    """Settings that must be equal in all processes of a served job.
+
+    The first process that attaches decides them.
+    """
 
     processes: int
     """Number of processes of the job, one per slot."""
@@ -62,7 +64,7 @@ class Terms:
 
         Raises:
             ValueError: the text is not JSON, or a field is missing, unknown or of the
-                wrong type, as after a change of version.
+                wrong type, as in a text of another version of dtft.
         """
         try:
             return cls(**json.loads(text))
@@ -101,11 +103,14 @@ class Admission:
     May raise StoreUnavailable."""
 
     def objection(self, message: Mapping[str, Any]) -> str | None:
-        """Returns why a process may not attach, or None if it may.
+        """Returns why a process may not attach, as text for people; None if it may.
+
+        Of the first process of the job, also records the settings (`Terms`) in the
+        store. Later processes must have the same settings.
 
         Args:
-            message: the process's `attach` message, with `terms`, `process` (index) and
-                `pid`.
+            message: the process's `attach` message: `terms` (the fields of `Terms`),
+                `process` (its index) and `pid`.
         """
         who = f"job {self.job!r}, agent of host {self.host}"
         try:
@@ -141,7 +146,7 @@ def fill_by_process(
     """Gives slot i to the host to which the user's process with index i is attached.
 
     If two processes with the same index are attached, the process that attached later
-    counts. The earlier process is left over from an earlier start of the job. The
+    gets the slot; the other one is left over from an earlier start of the job. The
     result is None for a slot without a process.
 
     >>> def host(name, process, ns):
@@ -305,8 +310,8 @@ class SeatPolicy:
 
     attached: bool
     """Whether trainers are processes that the user starts. Such processes decide when
-    to save and restore, may request a step under other shardings, and may wait until a
-    step is committed or stored."""
+    to save and restore, may restore a step under other shardings than the saved ones,
+    and may wait until a step is committed or stored."""
     fill: Callable[[Seating], Filled]
     """Returns the host of each slot."""
     waiting_line: Callable[[str, int, str, str], str]
@@ -324,14 +329,16 @@ class SeatPolicy:
     reads_copies: bool
     """Whether hosts read and verify their copies in every attempt to form the job."""
     has_coordination_service: bool
-    """Whether an agent runs JAX's coordination service for all trainers, unless each
-    trainer has its own service (`AgentConfig.is_served_by_one`)."""
+    """Whether dtft runs JAX's coordination service: one agent for all trainers, or each
+    trainer for itself (`AgentConfig.is_served_by_one`). If False, the user's processes
+    do."""
     reports: Mapping[str, Mapping[str, Check]]
     """Maps the kind (`op`) of each report that a host may send to the checks of the
     report's fields."""
     exit_report: Callable[[int], ExitReport]
-    """Makes the report of a trainer's end, or None, from the code of the "trainer_exit"
-    event (see `Trainers`)."""
+    """Makes the report of a trainer's end, or None. Takes the return code of a trainer
+    that the agent has started. For a user's process, takes 1 if the process has told
+    the agent that it leaves, else 0."""
     change_refusal: Callable[[str], str] | None
     """Explains why a job of this name cannot be scaled, and no host of it drained; None
     if a job can be changed."""

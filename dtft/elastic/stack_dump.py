@@ -1,10 +1,10 @@
-"""Writes the stacks of a hanging process to its log, or why there are no stacks.
+"""Has a hanging process write its stacks to its log, or writes why there are none.
 
 A trainer that has called `accept_requests` writes the Python stacks of all its threads
 on SIGUSR1, even if its interpreter hangs. A process that cannot run (stopped, or in
 uninterruptible sleep) cannot write stacks; instead its state from /proc is written to
-its log. A process that does not catch SIGUSR1 could die of this signal, so the signal
-is not sent. Linux only.
+its log. The same is written for a process that does not catch SIGUSR1: it gets no
+signal, because it could die of it. Linux only.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def process_state(pid: int) -> ProcessState | None:
 
 
 def dump_stack(pid: int, log_path: Path, deadline_s: float = DEADLINE_S) -> str:
-    """Makes a process write its stacks to its log, or writes its state to the log.
+    """Makes a process write its stacks to its log, or writes to the log why it cannot.
 
     Blocks for at most `deadline_s`, even if the log's disk hangs, so call it on a
     separate thread.
@@ -70,7 +70,7 @@ def dump_stack(pid: int, log_path: Path, deadline_s: float = DEADLINE_S) -> str:
         deadline_s: deadline in seconds.
 
     Returns:
-        One line that describes the result.
+        One line for people: where the stacks are, or why there are none.
     """
     found: list[str] = []
     end = time.monotonic() + deadline_s
@@ -99,7 +99,7 @@ def _dump(pid: int, log_path: Path, end: float) -> str:
 
 
 def _grown(log_path: Path, before: int, end: float) -> bool:
-    """Waits, at most until `end`, until the log has grown and stops growing.
+    """Waits until the log has grown and has stopped growing, at most until `end`.
 
     Returns whether the log has grown. `before` is the earlier size of the log in bytes,
     and `end` a time of `time.monotonic`.

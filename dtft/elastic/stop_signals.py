@@ -52,7 +52,7 @@ def presses(signals: Sequence[tuple[float, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StopProgress:
-    """A job's progress, as the launching process reads it.
+    """A job's progress, as the process that launched its local cluster reads it.
 
     The progress is read without a call to the store or the leader.
     """
@@ -85,14 +85,13 @@ def waits_for(progress: StopProgress) -> str:
 
     The first of these that applies is described: the store, if it has not recorded the
     request to stop; an export in progress; a host for an empty slot; the forming of the
-    job; the trainers. Trainers must reach a step boundary; the text has the last
-    finished step of each host. They are at a step boundary once the newest dispatched
-    step (`computing`) is finished on a host and committed. After that only the export
-    of this step is missing.
+    job; the begin of the last export; the start of the trainers; the trainers, which
+    must reach a step boundary. For the trainers the text has the last finished step of
+    each host.
 
-    In the first example step 12 is finished but not committed; in the second, step 10
-    is dispatched but not finished.
-
+    The last export is awaited once the newest dispatched step (`computing`) is finished
+    on a host and committed. In the first example step 12 is finished but not committed;
+    in the second, step 10 is dispatched but not finished.
     >>> waits_for(StopProgress(finished={"host-0": 12, "host-1": 11}, committed=11))
     'host-0 (step 12), host-1 (step 11) to reach a step boundary'
     >>> waits_for(StopProgress(finished={"host-0": 9}, committed=9, computing=10))
@@ -143,14 +142,16 @@ def _safe(progress: StopProgress) -> str:
 
 
 def end_line(status: str, step: int, stored: int, where: str) -> str:
-    """Makes the line for the end of a job, with the steps that storage lacks.
+    """Makes the line for the end of a job.
+
+    The line has the status and the last step. If storage lacks this step, it has the
+    steps that storage lacks instead of the status.
 
     Args:
-        status: how the job ended.
+        status: how the job ended: "done" or "stopped".
         step: its last step; 0 if none was committed.
         stored: the newest step in storage; 0 for none.
         where: the storage directory.
-
     >>> end_line("done", 100, 100, "run/checkpoints")
     'done at step 100, which is in run/checkpoints'
     >>> end_line("done", 100, 1, "run/checkpoints")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flax import nnx
 
 Batch = dict[str, Any]
-"""Field name to array; every array has the examples in dim 0."""
+"""Map from the name of a field to an array with the examples in dim 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

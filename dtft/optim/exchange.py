@@ -1,6 +1,7 @@
-"""Periodic reductions of arrays over a replica axis.
+"""Averages arrays (or takes their maximum) over the replicas, every N updates.
 
-Depends on arrays and an axis name; must not depend on optimizers or meshes.
+A command can also start the exchange at any other update. Depends on arrays and an axis
+name; must not depend on optimizers or meshes.
 """
 
 from typing import Any, Literal
@@ -26,16 +27,18 @@ def average_params(
     """Averages parameters over the replicas when `count` is a multiple of `every`.
 
     At other updates the parameters are returned unchanged, unless `sync` commands the
-    average. Call the function after the update is applied, because an optax transform
-    can only add to parameters.
+    average. Call the function after `optax.apply_updates`: it is no optax transform,
+    because a transform returns what is added to the parameters.
 
     Args:
         params: this replica's parameters, after the update.
         count: number of updates made, int32, equal on all replicas.
-        axis_name: the replica axis; None for a single replica.
+        axis_name: the replica axis; None for a single replica, whose parameters are
+            returned unchanged.
         every: the period in updates; 1 averages at every update, 0 only on command.
-        algorithm: how arrays are reduced, see `dtft.collectives`.
-        sync: a value other than 0 commands the average, see `sync_moments`.
+        algorithm: all-reduce algorithm of `dtft.collectives`; "native" is XLA's.
+        sync: int32 scalar, equal on all replicas; a value other than 0 commands the
+            average. None commands nothing.
 
     Raises:
         ValueError: `every` is not a Python int of 0 or more, the algorithm is unknown,
@@ -78,7 +81,7 @@ def where_due(
         tree: this replica's arrays.
         axis_name: the replica axis; None for a single replica.
         op: "mean" or "max" over the replicas.
-        algorithm: how arrays are reduced, see `dtft.collectives`.
+        algorithm: all-reduce algorithm of `dtft.collectives`; "native" is XLA's.
     """
 
     def exchange(own: Any) -> Any:

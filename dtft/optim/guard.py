@@ -22,7 +22,10 @@ never negative. NaN as this value would fail under `jax_debug_nans`."""
 
 
 class SkipOutliersState(NamedTuple):
-    """State of `skip_outlier_gradients`; its counters are meant for alerts."""
+    """State of `skip_outlier_gradients`: norms, counters and the inner state.
+
+    The counters of rejected steps are meant for alerts.
+    """
 
     norms: jax.Array
     """Norms of the last accepted gradients, the newest at the end, float32 [history].

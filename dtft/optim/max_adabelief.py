@@ -33,7 +33,8 @@ class ScaleByMaxBeliefState(NamedTuple):
     mu: optax.Updates
     """First moment m, in `mu_dtype` or the parameters' dtype."""
     nu: optax.Updates
-    """Second moment s of the prediction error, real and at least float32."""
+    """Second moment s of the prediction error (the gradient minus m), real and at least
+    float32."""
     nu_max: optax.Updates
     """Largest s so far, elementwise, in the dtype of `nu`."""
 

@@ -21,7 +21,7 @@ Mode = Literal["operands", "state"]
 
 
 class SyncState(NamedTuple):
-    """State of `sync_moments`."""
+    """State of `sync_moments`: the optimizer's state, and moments as last reduced."""
 
     inner: Any
     """Optimizer state; fields that differ per replica are marked `PerReplica`."""
@@ -80,9 +80,9 @@ class MomentSync(NamedTuple):
     ) -> tuple[optax.Updates, SyncState]:
         """Makes one update in mode "operands", from moments reduced over the replicas.
 
-        A moment that is not reduced at this update is the one of its last reduction, so
-        the update is equal on all replicas. The moments in the state stay those of this
-        replica's gradients.
+        For a moment that is not reduced at this update, the result of its last
+        reduction is used, so the update is equal on all replicas. The moments in the
+        state stay those of this replica's gradients.
 
         Args:
             updates: this replica's gradients.
@@ -197,9 +197,9 @@ class MomentSync(NamedTuple):
     ) -> dict[str, Any]:
         """Rescales moments that were reduced at earlier updates, for bias correction.
 
-        Multiplies each moment that is corrected for bias by (1 - decay^count) / (1 -
-        decay^taken). `Phases.direction` divides the product by 1 - decay^count, so the
-        result is the reduced moment divided by 1 - decay^taken.
+        Such a moment must be divided by 1 - decay^taken, but `Phases.direction` divides
+        by 1 - decay^count. So the moment is multiplied by (1 - decay^count) / (1 -
+        decay^taken) first. A moment without bias correction is returned unchanged.
 
         Args:
             held: the reduced moments, by field name.

@@ -14,7 +14,11 @@ from jax.sharding import PartitionSpec
 
 
 class PerReplica(NamedTuple):
-    """A pytree node whose leaves differ between replicas."""
+    """A pytree node whose leaves differ between replicas.
+
+    Outside of `jax.shard_map` the leaves are arrays [replicas, ...], inside the arrays
+    of one replica.
+    """
 
     rows: Any
     """Arrays [replicas, ...] outside of shard_map; inside, one replica's arrays."""

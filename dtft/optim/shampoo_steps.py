@@ -33,7 +33,8 @@ Exchange = Callable[[Any], Any]
 class Factors(NamedTuple):
     """Shampoo's statistics L and R of all blocks of one leaf, or their inverse roots.
 
-    Their dtype is at least float32.
+    `left` is an array [blocks, rows, rows], `right` [blocks, columns, columns]. Both
+    are at least float32.
     """
 
     left: jax.Array
@@ -50,8 +51,8 @@ class ScaleByShampooState(NamedTuple):
     graft: ScaleByMaxBeliefState
     """State of Max-AdaBelief; Shampoo preconditions the first moment `mu`."""
     statistics: Any
-    """A tree like the parameters: `Factors` L and R; None for leaves that are complex
-    or not matrices (`blocks_of`)."""
+    """A tree like the parameters: `Factors` L and R; None for leaves that are complex,
+    or not matrices after all dims but the last are merged."""
     roots: Any
     """Inverse roots of `statistics`, as last computed, in a tree of the same structure;
     identities before the first computation."""
@@ -202,10 +203,10 @@ class ShampooSteps(NamedTuple):
 
 
 def _as_factors(tree: Any, updates: optax.Updates) -> Any:
-    """Returns `tree` with its nodes of two arrays turned back into `Factors`.
+    """Turns nodes of two arrays in `tree` into `Factors`.
 
-    `nnx.Optimizer` replaces the `Factors` of a state by nodes of another type.
-    `updates` is a tree with a leaf or None in place of each such node.
+    They were `Factors` before: `nnx.Optimizer` replaces them in a state by nodes of
+    another type. `updates` is a tree with a leaf or None in place of each such node.
     """
     gradients, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
 

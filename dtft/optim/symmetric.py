@@ -36,8 +36,8 @@ def exchange_symmetric(
     Cholesky factor, so `cholesky_encode` adds a jitter to the diagonal: 1e-6 of the
     mean diagonal element, times the smallest power of ten with which the factorization
     succeeds. If 10^5 does not suffice, the mean is NaN. The mean of the statistics
-    contains the mean jitter, which raises the smallest eigenvalues like `root_eps`; the
-    larger of the two has the larger effect.
+    contains the mean jitter, which raises the smallest eigenvalues, as `root_eps` of
+    `scale_by_shampoo` does; the larger of the two has the larger effect.
     Factors cannot be summed, so they are gathered, and each replica receives bytes in
     proportion to the number of replicas. With a narrow `wire_dtype` the result of
     `cholesky` has no negative eigenvalue. The result of `packed` in bfloat16 can have

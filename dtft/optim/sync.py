@@ -17,7 +17,7 @@ If noise dominates, the left side is N times the square on the right for N repli
 **steps are sqrt(N) times smaller** than with averaged gradients. A change from
 `reduce_updates` to `sync_moments` needs up to sqrt(N) times the learning rate.
 
-| form | bytes per step, in units of the parameters |
+| transform | bytes per step, in units of the parameters |
 |---|---|
 | `reduce_updates` | 1 |
 | `sync_moments(mode="operands")`, every step | 2 |
@@ -67,7 +67,7 @@ def reduce_updates(
 
     Args:
         axis_name: the replica axis; None for a single replica.
-        algorithm: how updates are reduced, see `dtft.collectives`.
+        algorithm: all-reduce algorithm of `dtft.collectives`; "native" is XLA's.
     """
     check_algorithm(algorithm)
 
@@ -122,7 +122,7 @@ def sync_moments(
         op: field of the state to its reduction, "mean" (default) or "max". `nu_max`
             reduced by "max" is never smaller than reduced by "mean", and with
             `mode="state"` decreases on no replica.
-        algorithm: how arrays are reduced, see `dtft.collectives`.
+        algorithm: all-reduce algorithm of `dtft.collectives`; "native" is XLA's.
         commanded: whether `update` takes the argument `sync`, an int32 scalar that is
             **equal on all replicas**. A value other than 0 exchanges all fields of
             `every`, in addition to the periods. If the values differ, some replicas

@@ -19,15 +19,19 @@ from dtft.parallel.step import Arrays, TrainStep
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The arrays of one step's batch, and the indices of this process's rows."""
+    """The arrays of one step's batch, and the indices of the rows of this process.
+
+    A row that several devices hold counts for one process only, that of the first of
+    these devices in mesh order.
+    """
 
     arrays: Arrays
     """Global arrays, either sharded or in host memory for the step to shard."""
     rows: list[int]
-    """Global row indices that this process owns (see `local_parts`). Each row has one
-    owner."""
+    """Global indices of the rows that this process owns. Each row has one owner: if
+    several devices read a row, the process of the first of them in mesh order."""
     ids: list[int]
-    """For each of `rows` the number of its sample in the data set."""
+    """For each row of `rows` the number of its sample in the data set."""
 
 
 class Prepared:
@@ -61,13 +65,15 @@ class Prepared:
 
 
 class Feed(Prepared):
-    """Feed whose batches have equally many rows for each data slot (a position on the
-    mesh axes that divide rows)."""
+    """Feed whose batches have equally many rows for each data slot.
+
+    A data slot is a position along the mesh axes that divide the rows.
+    """
 
     def __init__(
         self, source: Source, train_step: TrainStep, global_batch: int
     ) -> None:
-        """Computes which parts of a batch this process reads; reads nothing yet.
+        """Computes which shards of a batch this process reads; reads nothing yet.
 
         Args:
             source: the data set whose rows the batches have.

@@ -28,16 +28,18 @@ the body."""
 _LAYOUT = frozenset(
     {"convert_element_type", "reshape", "transpose", "squeeze", "broadcast_in_dim"}
 )
-"""Cheap primitives whose results the backward pass recomputes. Such a result may be a
-gathered parameter that was cast or reshaped, which should not stay in memory."""
+"""Primitives besides gathers whose results the backward pass recomputes. Such a result
+may be a gathered parameter that was cast or reshaped, which should not stay in
+memory."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Gathering:
     """Inserts gathers of parameters, over the axis `fsdp`, into a traced loss.
 
-    With `policy` as the remat policy, the backward pass gathers the parameters again,
-    so that gathered parameters are not kept in memory.
+    If the loss has the remat policy `policy`, the backward pass gathers the parameters
+    again. So gathered parameters are not kept in memory from the forward pass to the
+    backward pass.
     """
 
     mesh: Mesh
@@ -47,8 +49,10 @@ class Gathering:
     def apply(self, program: ClosedJaxpr, specs: Mapping[int, Spec]) -> ClosedJaxpr:
         """Returns a program that gathers its divided arguments before they are used.
 
-        Each equation that reads a divided argument gets its own gather, which
-        `_Level.add` places.
+        Each equation that computes with a divided argument gets its own gather. If the
+        equation is in the body of a call, or of a scan over the argument's first dim,
+        the gather is in that body too. Casts, slices and squeezes that need only a
+        device's own shard run before the gather.
 
         Args:
             program: a traced loss.
@@ -65,9 +69,10 @@ class Gathering:
     def policy(self, primitive: Any, *avals: Any, **params: Any) -> bool:
         """Returns, as a `jax.checkpoint` policy, whether to keep a primitive's result.
 
-        Gathered parameters are recomputed, and so are results of casts, reshapes and
-        other cheap primitives (`_LAYOUT`), which may be gathered parameters in another
-        form. All other results are kept.
+        The backward pass gathers parameters again, instead of keeping them. It also
+        recomputes results of casts, reshapes, transposes, squeezes and broadcasts
+        (`_LAYOUT`): such a result may be a gathered parameter with another dtype or
+        shape. All other results are kept.
         """
         if primitive.name == "sharding_constraint":
             return (avals[0].shape, params["sharding"]) not in self._seen
@@ -76,15 +81,18 @@ class Gathering:
     def gathers(self, eqn: JaxprEqn) -> bool:
         """Returns whether an equation is a gather that this object inserted.
 
-        Remat must keep a gather in one block with the equation after it.
+        Remat, which wraps blocks of equations in `jax.checkpoint`, must not end a block
+        between a gather and the next equation.
         """
         return any(var in self._results for var in eqn.outvars)
 
     def body(self, jaxpr: Jaxpr, divided: Mapping[Var, Spec]) -> Jaxpr:
         """Returns a jaxpr that gathers its divided arguments before they are used.
 
-        Each equation that reads a divided argument gets its own gather, which
-        `_Level.add` places.
+        Each equation that computes with a divided argument gets its own gather. If the
+        equation is in the body of a call, or of a scan over the argument's first dim,
+        the gather is in that body too. Casts, slices and squeezes that need only a
+        device's own shard run before the gather.
 
         Args:
             jaxpr: the program itself, or the body of a call in the program.
@@ -98,8 +106,9 @@ class Gathering:
     def gather(self, var: Var, spec: Spec) -> tuple[Var, JaxprEqn]:
         """Makes an equation that gathers `var` over `fsdp`.
 
-        The equation's backward pass constrains the cotangent to `spec`. A cotangent of
-        at most one dim is first constrained to `spec` without `fsdp`.
+        In the backward pass the cotangent is constrained to `spec`, so that it is
+        divided like `var`. A cotangent of at most one dim is first constrained to
+        `spec` without `fsdp`; `planned_step.sum_specs` has the reason.
 
         Args:
             var: a variable that is divided over `fsdp`.
@@ -138,8 +147,8 @@ class Gathering:
 class _Level:
     """Rebuilds one jaxpr: the program itself, or the body of a call in it.
 
-    `add` inserts a gather before each use of a divided variable. `divided` maps each
-    variable that is divided over `fsdp` to its spec.
+    `add` appends an equation to `eqns`, after gathers of the divided variables that it
+    reads. `divided` maps each variable that is divided over `fsdp` to its spec.
     """
 
     gathering: Gathering

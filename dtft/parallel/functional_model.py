@@ -30,8 +30,9 @@ class FunctionalModel:
     init: Callable[[], State]
     """Function that makes `{"params", "statistics"}` at step 0."""
     losses: Callable[[State, dict[str, jax.Array], bool], tuple[Metrics, Any]]
-    """Function `(read, batch, training)` that returns loss and metrics of each row [B]
-    or each token [B, T], and the new running statistics."""
+    """Function `(read, batch, training)`, with `read` the parameters and statistics. It
+    returns the loss and metrics of each row [B] or each token [B, T], and the new
+    running statistics."""
     abstract: State
     """Shapes and dtypes of the result of `init`."""
     num_padding: int = 0
@@ -71,10 +72,11 @@ class FunctionalModel:
         return {name: total(value) for name, value in values.items()}
 
     def reading(self, prepare: Callable[[State], State]) -> "FunctionalModel":
-        """Returns a model whose `losses` first applies `prepare` to the arrays.
+        """Returns a model that applies `prepare` to its arrays before it uses them.
 
-        `prepare` maps the parameters and running statistics to the arrays that the
-        model computes with; for example it gathers divided parameters.
+        `prepare` maps the parameters and running statistics that a caller has to those
+        that the model computes losses and metrics with. For example, it gathers divided
+        parameters.
         """
 
         def losses(

@@ -41,7 +41,8 @@ def accumulated(
             respect to `params`.
         num_parts: number of parts of the batch.
         weight: function from a part to its weight, such as its number of tokens, as a
-            scalar array or a Python number; None gives all parts the same weight.
+            scalar array or a Python number; None gives all parts the same weight. Not
+            called for a single part.
         pin: function that constrains a tree of gradients to shardings, and returns it.
         divide: function from a batch to a batch with a leading dim of parts; not called
             for a single part.
@@ -113,7 +114,7 @@ def parts_of(batch: Any, num_parts: int, specs: Mapping[str, Spec], mesh: Mesh) 
     Args:
         batch: a tree of arrays with rows in dim 0.
         num_parts: number of parts; the rows of each device must be a multiple of it.
-        specs: map from the path of each array to its spec.
+        specs: map from the path of each array to the mesh axes that divide each dim.
         mesh: the mesh of the specs.
 
     Raises:

@@ -26,9 +26,10 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]
 def lift(state: dict[str, Any], optim: OptimConfig, num_replicas: int) -> Any:
     """Adds the replica dim to leaves of the state that may differ between replicas.
 
-    All replicas start with the same values. Parameters get the replica dim if
-    `optim.params_drift`; leaves of optimizer state get the replica dim if marked as
-    `PerReplica`. `num_replicas` is the size of the replica dim.
+    All replicas start with the same values. Parameters get the replica dim if replicas
+    average them less often than they update them (`optim.params_drift`). Leaves of
+    optimizer state get the replica dim if they are marked as `PerReplica`.
+    `num_replicas` is the size of the replica dim.
     """
     params = state["params"]
     marked = PerReplica(params) if optim.params_drift else params
@@ -104,8 +105,11 @@ def over(step: Step, optim: OptimConfig, mesh: Mesh, abstract: Any) -> Step:
 
 
 def evaluated(params: Any) -> Any:
-    """Returns the parameters for evaluation: means over replicas if marked
-    `PerReplica`, else `params` itself."""
+    """Returns the parameters for evaluation, which are the same for all replicas.
+
+    These are the means over the replicas if `params` is marked as `PerReplica`, else
+    `params` itself.
+    """
     if not isinstance(params, PerReplica):
         return params
     return jax.tree.map(lambda leaf: jnp.mean(leaf, axis=0), params.rows)

@@ -276,8 +276,8 @@ def pipelined_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`, with several stages.
 
     Raises:
-        ValueError: the experiment cannot run with stages (`check_stages`), or the model
-            is not supported (`in_stages`).
+        ValueError: the model, optimizer, batch or mesh does not allow stages: the
+            model's layers are not equal, or it keeps running statistics, for example.
     """
     check_stages(experiment, MeshConfig(**mesh.shape))
     layers = experiment.model.layers
@@ -335,7 +335,9 @@ def in_stages(
     ) -> Metrics:
         """Computes losses and metrics of this stage's part of the rows.
 
-        All stages together run the layers first.
+        All stages together first run the layers on all rows of the replica. Then each
+        stage gets an equal slice of the layers' results, and computes the losses and
+        metrics of this slice.
 
         Args:
             layers_SCL: this stage's slice of the layers' parameters, [1, chunks, layers

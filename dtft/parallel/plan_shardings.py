@@ -75,7 +75,8 @@ def sharding_tree(
         host: paths of leaves that are kept in host memory.
 
     Raises:
-        ValueError: a leaf does not fit the plan; the message names its path.
+        ValueError: the paths are not those of `specs`, or a leaf cannot be divided by
+            its spec; the message names the path.
     """
     leaves = to_paths(like)
     _check_paths(what, leaves, specs)
@@ -166,8 +167,9 @@ def constrained(
 
     Args:
         fn: a function from trees of arrays, by position, to a tree of arrays.
-        constraints: map from the number of an operator of `fn`'s program to the spec of
-            its first result, without the dim that a surrounding loop adds.
+        constraints: map from the number of an operator of `fn`'s program (its position
+            in `dtft.planner.ir.operators`) to the spec of its first result. For an
+            operator in a loop, the result is that of one iteration.
         mesh: a mesh with the axes of the specs.
 
     Raises:
@@ -236,8 +238,10 @@ def insertable(fn: Callable[[Any], Any], var: Var) -> tuple[Var, JaxprEqn]:
 
 
 class _Insertion:
-    """One walk over a program, which numbers its operators and inserts sharding
-    constraints."""
+    """Walks over a program once, and inserts sharding constraints into it.
+
+    Operators are numbered in the order of the walk, which enters the bodies of calls.
+    """
 
     def __init__(self, constraints: Mapping[int, Spec], mesh: Mesh) -> None:
         self.number = 0

@@ -60,7 +60,11 @@ def spec_of(shape: tuple[int, ...], fsdp: int, tensor: int) -> PartitionSpec:
 
 
 def state_sharding(abstract: Any, mesh: Mesh) -> Any:
-    """Returns a NamedSharding for every leaf of a state; `spec_of` divides the arrays.
+    """Returns a NamedSharding for every leaf of a state on a mesh without stages.
+
+    The last dim of an array with two or more dims is divided over `tensor`, and the
+    largest other dim over `fsdp`; dims that an axis does not divide evenly stay whole.
+    A leading replica dim (leaves marked `PerReplica`) is divided over `replica`.
 
     Args:
         abstract: the state, or a part of it, as a tree of ShapeDtypeStructs.

@@ -38,7 +38,8 @@ Means = dict[str, Any]
 """Dict of `gradients` and `metrics` (means over a step's batch), and `statistics` (the
 new running statistics)."""
 Gradients = Callable[[State, dict[str, jax.Array]], Means]
-"""Function from a state and a batch to the means over the batch."""
+"""Function from a state and a batch to means of gradients and metrics over the batch,
+and the new running statistics."""
 Apply = Callable[[optax.GradientTransformation, Any, Any, Any], tuple[Any, Any]]
 """`(optimizer, gradients, opt_state, params) -> (params, opt_state)`."""
 
@@ -46,8 +47,7 @@ Apply = Callable[[optax.GradientTransformation, Any, Any, Any], tuple[Any, Any]]
 def apply_gradients(
     optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
-    """Updates parameters with gradients; returns the new parameters and optimizer
-    state."""
+    """Updates parameters with gradients; returns new parameters and optimizer state."""
     with jax.numpy_dtype_promotion("standard"):  # stock optax needs it
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
@@ -74,17 +74,17 @@ def gradients_of(model: FunctionalModel) -> Gradients:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parallelism:
-    """How to run a step on a mesh: shardings, and functions for gradients and
-    update."""
+    """How a step runs on a mesh: shardings, and functions for gradients and update."""
 
     state: State
     """A NamedSharding for every leaf of the state."""
     rows: tuple[str, ...] = BATCH_AXES
     """Mesh axes that divide the rows of a batch."""
     gradients: Gradients
-    """Function for the forward and backward pass and the reduction over the batch."""
+    """Function from a state and a batch to means of gradients and metrics over the
+    batch, and the new running statistics."""
     apply: Apply = apply_gradients
-    """Function for the optimizer's update."""
+    """Function that applies an optimizer to gradients, its state and parameters."""
     evaluated: FunctionalModel
     """The model that evaluation uses."""
 
@@ -120,7 +120,8 @@ class TrainStep:
         abstract = jax.eval_shape(self._first_state)
         how = parallelize(abstract)
         self.gradients: Gradients = how.gradients
-        """Function from a state and a batch to the means over the batch; not jitted."""
+        """Function from a state and a batch to means of gradients and metrics over the
+        batch, and the new running statistics; not jitted."""
         self._apply, self._evaluated = how.apply, how.evaluated
         self.abstract_state: State = jax.tree.map(
             lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
@@ -137,7 +138,8 @@ class TrainStep:
         everywhere = NamedSharding(mesh, PartitionSpec())
         self._init = jax.jit(self._first_state, out_shardings=how.state)
         self.program: jax.stages.Compiled | None = None
-        """The step, if it was compiled or loaded ahead for batches of one shape."""
+        """The compiled step that `step` runs, for batches of one shape; None until it
+        is set. With None `step` compiles at its first call."""
         self._step = jax.jit(
             step,
             donate_argnums=0,
@@ -190,7 +192,7 @@ class TrainStep:
         """Lowers the step for a batch, so that it can be compiled without being run.
 
         Args:
-            batch: arrays or ShapeDtypeStructs.
+            batch: map from a name to a global array or its ShapeDtypeStruct.
         """
         return self._step.lower(self.abstract_state, dict(batch))
 
@@ -246,8 +248,8 @@ def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: the model is not supported (`functional`), or the optimizer cannot
-            run on this mesh.
+        ValueError: the model keeps arrays beside parameters and running statistics, or
+            the optimizer cannot run on this mesh.
     """
     model = gathering(functional(experiment.model, experiment.seed), mesh)
 
@@ -264,10 +266,10 @@ def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 def gathering(model: FunctionalModel, mesh: Mesh) -> FunctionalModel:
     """Returns a model that gathers parameters and statistics over `fsdp` before use.
 
-    Outside of the model these arrays have the shardings of `state_sharding` (FSDP). The
-    gathers are explicit, because without explicit gathers the partitioner of jax 0.10.2
-    on CPU returned wrong gradients on a mesh with replica, fsdp and tensor of size 2
-    each (test_step.py compares gradients).
+    Outside of the model these arrays stay divided over `fsdp`. The gathers are
+    explicit, because without explicit gathers XLA's partitioner (jax 0.10.2 on CPU)
+    returned wrong gradients on a mesh with replica, fsdp and tensor of size 2 each
+    (test_step.py compares gradients).
     """
     whole = jax.tree.map(
         lambda s: NamedSharding(mesh, _without(s.spec, "fsdp")),

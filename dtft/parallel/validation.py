@@ -13,9 +13,9 @@ from dtft.parallel.row_assignment import sharing_of
 
 
 def check_input(experiment: Experiment, **cluster: Any) -> None:
-    """Checks that an experiment fits a cluster, as `check_experiment` does.
+    """Runs `check_experiment`; raises its ValueError as a ConfigError.
 
-    `cluster` has the other arguments of `check_experiment`.
+    `cluster` has the arguments `hosts`, `devices_per_host` and `memory_tier`.
 
     Raises:
         ConfigError: the experiment does not fit the cluster.
@@ -102,8 +102,9 @@ def check_experiment(
         hosts: number of hosts, 1 or more; by default `cluster.hosts` of the config.
         devices_per_host: number of devices of each host, 1 or more, or -1; by default
             `cluster.devices_per_host` of the config. With -1, or if the config has a
-            plan, only the copies, the model and (with stages) the optimizer are
-            checked.
+            plan, only these are checked: that there are enough hosts for the copies of
+            a checkpoint, that the model fits the data, and, with stages, that model and
+            optimizer can run with stages.
         memory_tier: whether copies of checkpoints are kept in the hosts' memory.
 
     Raises:
@@ -249,7 +250,8 @@ def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) ->
 
     Raises:
         ValueError: the job cannot shrink to this number; the message lists the allowed
-            numbers. Or so few replicas cannot share the batch (`sharing_of`).
+            numbers. Or, with load balancing, so few replicas cannot take all
+            microbatches.
     """
     least, batch = experiment.cluster.min_replicas, experiment.data.global_batch
     parts = mesh.fsdp * row_parts(experiment)

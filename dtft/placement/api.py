@@ -114,8 +114,8 @@ def place(
             the operator after the last.
         backward: whether the step also has the backward pass of this program. Each task
             then has a backward task on the same node. For a value on a path from
-            `params` to the first result, each node that reads the value sends a part of
-            the value's gradient to the node that made the value.
+            `params` to the first result, each node that reads the value sends one
+            summand of the value's gradient to the node that made the value.
         params: path of the argument that is differentiated; default: the first one, as
             in `loss(params, batch)`.
         microbatches: the number of microbatches of a step, which follow each other
@@ -153,7 +153,11 @@ def place(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedTasks:
-    """A program's tasks with their seconds on the nodes of a cluster."""
+    """Tasks of a program, with their seconds (their price) on each node of a cluster.
+
+    `tasks` includes the backward tasks, if they were asked for. `nodes` are the devices
+    of the cluster. `made` has the operators of each forward task.
+    """
 
     tasks: Tasks
     nodes: Nodes

@@ -1,10 +1,12 @@
 """Heuristics of placement: greedy rules, baselines, then moves of single tasks.
 
-The greedy rule is earliest finish in the order of upward ranks (HEFT), on all nodes and
-on only the faster nodes, or with each kind of tasks on its fastest node type. The
-baselines are all tasks on one node, contiguous stretches of the program, and random
-nodes. The baselines are candidates too, so the result is never slower than a baseline.
-The search is deterministic.
+The greedy rule (HEFT) takes the tasks in the order of upward rank (the longest path in
+seconds from a task to the end of the program), and places each where it ends first. It
+runs on all nodes, on only the faster nodes, and with each kind of tasks (such as
+matmuls) on the node type that is fastest for this kind. The baselines are all tasks on
+one node, contiguous stretches of the program, and random nodes. The baselines are
+candidates too, so the result is never slower than a baseline. The search is
+deterministic.
 """
 
 import itertools
@@ -62,8 +64,9 @@ def split(
 ) -> tuple[Stretch, ...] | None:
     """Splits a sequence of items into stretches, each of consecutive items on one node.
 
-    Minimizes the seconds of the slowest stretch. The split is optimal if there are few
-    kinds of nodes (see `_MOST_STATES`).
+    Minimizes the seconds of the slowest stretch. Nodes with equal seconds for every
+    item and equal memory are of one kind. The split is optimal if there are few kinds
+    of nodes (see `_MOST_STATES`); otherwise it is the best of several orders of nodes.
 
     Args:
         seconds: `[items, nodes]`, infinite where a node cannot run an item.
@@ -71,8 +74,8 @@ def split(
         capacity: bytes of memory of each node, `[nodes]`; default: unlimited.
 
     Returns:
-        Stretches in the order of items, none for a node without items; None if no
-        split was found that has all kernels and fits into memory.
+        Stretches in the order of items, none for a node without items; None if no split
+        was found that has all kernels and fits into memory.
 
     The example has four items, and node 0 is three times as fast as node 1. The output
     lists each node with its number of items.
@@ -157,8 +160,16 @@ class _Row:
         """Finds stretches of at most `limit` seconds that cover all items.
 
         Each stretch fits into its node's memory (`reach`). The nodes may have any
-        order; `kinds` has the groups of equal nodes. Returns None if no stretches
-        cover all items.
+        order; nodes with equal seconds and memory are of one kind. A dynamic program
+        finds how many items can be covered with each possible number of nodes of every
+        kind.
+
+        Args:
+            kinds: the nodes of each kind.
+            limit: longest stretch, in seconds.
+
+        Returns:
+            The stretches; None if no stretches cover all items.
         """
         none = (0,) * len(kinds)
         far: dict[tuple[int, ...], int] = {none: 0}
@@ -204,11 +215,11 @@ class _Row:
 
 
 def _next_infinite(seconds: Floats) -> NDArray[np.int64]:
-    """Returns for each item and node the first item at or after it that the node cannot
-    run.
+    """Finds, from each item onwards, the first item that each node cannot run.
 
-    The shape is `[items + 1, nodes]`. The entry is the number of items if the node can
-    run all these items.
+    Returns indices of items, `[items + 1, nodes]`. An entry is the item itself if the
+    node cannot run it, and the number of items if the node can run it and all later
+    items.
     """
     num = len(seconds)
     places = np.where(np.isfinite(seconds), num, np.arange(num)[:, None])
@@ -221,7 +232,7 @@ def _back(
     last: dict[tuple[int, ...], int],
     kinds: Sequence[Sequence[int]],
 ) -> Iterator[int]:
-    """Yields the nodes that a state of the dynamic program of `in_any_order` uses.
+    """Yields the nodes whose stretches cover the items of a state of `in_any_order`.
 
     The node of the last stretch comes first.
 
@@ -265,8 +276,11 @@ seconds of a step; infinite if the placement is not allowed."""
 
 
 class Climb:
-    """Hill climbing over placements (node of each task) with a limited number of
-    tries."""
+    """Hill climbing: changes a placement while that lowers the value of a function.
+
+    A placement is the node of each task. The number of calls of the function, the
+    tries, is limited.
+    """
 
     def __init__(self, problem: Problem, step: Step, tries: int) -> None:
         """Prepares the moves; tries no placement yet.
@@ -383,11 +397,12 @@ tasks."""
 
 
 def speed_table(problem: Problem) -> Speeds:
-    """Computes how fast each node type is for each kind of tasks.
+    """Computes the seconds that each node type takes for each kind of tasks.
 
-    The figure is the seconds that the fastest node of the type takes for all tasks of
-    the kind. Types without a node that can run all these tasks are left out. A kind
-    without any type is left out too.
+    A task's kind is that of its operator, such as `matmul`, or `loop` or `block`.
+    Returns a map from each kind to a map from node type to seconds: those that the
+    fastest node of the type takes for all tasks of the kind. Types without a node that
+    can run all these tasks are left out. A kind without any type is left out too.
     """
     types, kinds = problem.nodes.alike(), np.array(problem.tasks.kinds)
     found: dict[str, dict[str, float]] = {}
@@ -403,16 +418,14 @@ def speed_table(problem: Problem) -> Speeds:
 
 
 def faster(problem: Problem) -> Iterator[list[int]]:
-    """Yields lists of the faster nodes, which together have a kernel for every task.
+    """Yields lists of nodes without the slowest; each list can run every task.
 
-    A list leaves out the nodes whose relative time is at or above a limit. The relative
-    time of a node is that of all tasks that it can run, divided by the time of the same
-    tasks on the fastest node of each (`_pace`).
-
-    If the nodes have up to four distinct times, there is a list for each time but the
-    least, with this time as the limit. With more times there is one list, and its limit
-    leaves out about the slower half of the times. A list whose nodes lack a kernel for
-    a task is skipped.
+    The slowness of a node is computed by `_pace`: the seconds of all tasks that the
+    node can run, divided by the seconds of the same tasks with each task on its fastest
+    node. With at most four distinct values of slowness, each value but the least gives
+    one list: the nodes below this value. With more distinct values there is only one
+    list, without the nodes of about the slower half of the values. A list whose nodes
+    lack a kernel for a task is skipped.
     """
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
@@ -424,10 +437,11 @@ def faster(problem: Problem) -> Iterator[list[int]]:
 
 
 def _pace(problem: Problem) -> list[float]:
-    """Returns, for each node, the seconds of the tasks that it can run, divided by the
-    seconds of the same tasks on the fastest node of each task.
+    """Returns how many times slower each node is than the fastest node of each task.
 
-    The quotient is 1 or more. It is infinite for a node that can run no task.
+    For a node this is the seconds of all tasks that it can run, divided by the seconds
+    of the same tasks with each task on its fastest node. The quotient is 1 or more. It
+    is infinite for a node that can run no task.
     """
     best = problem.array.min(axis=1, keepdims=True).clip(1e-300)
     ratio = np.where(np.isfinite(problem.array), problem.array / best, np.nan)
@@ -457,7 +471,7 @@ _STARTS = 6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Found:
-    """The best schedule, and the step times of the baselines."""
+    """The best schedule that the heuristics found, and the step times of others."""
 
     schedule: Schedule
     how: str
@@ -465,8 +479,8 @@ class Found:
     baselines: dict[str, float]
     """Step seconds of each baseline that can run."""
     dropped: dict[str, float]
-    """Step seconds of greedy placements that leave out the slower nodes, by the names
-    of the nodes left out."""
+    """Step seconds of placements on only the faster nodes, each task where it ends
+    first. The keys are the names of the nodes left out, such as "cpu:0, cpu:1"."""
     speeds: Speeds
 
 
@@ -503,10 +517,11 @@ class Search:
         return found.makespan_s + (self.microbatches - 1) * fullest
 
     def see(self, found: Schedule | None, how: str) -> float | None:
-        """Records a schedule and returns its step seconds; keeps the best in `best`.
+        """Records the schedule of a candidate, and returns its step seconds.
 
-        `how` says by which rule the schedule was found. Returns None if `found` is
-        None, which means that memory did not suffice.
+        `best` keeps the schedule with the shortest step, and `seen` the step seconds of
+        every placement. `how` says by which rule the schedule was found. If `found` is
+        None, because memory did not suffice, sets `is_tight` and returns None.
         """
         if found is None:
             self.is_tight = True
@@ -532,9 +547,10 @@ class Search:
     def greedy(self) -> None:
         """Places each task where it ends first, in several orders of tasks.
 
-        Tasks are ordered by upward rank (the longest path in seconds from a task to the
-        end of the program), computed in several ways, and as in the program. If `order`
-        is `traversal`, they are ordered only as in the program.
+        The orders are those by upward rank (the longest path in seconds from a task to
+        the end of the program), with the mean, max and min seconds of each task over
+        the nodes (`by_rank`), and the order of the program. If `order` is `traversal`,
+        only the order of the program is used.
         """
         for name, order in self._orders():
             self.see(schedule(self.problem, order), name)
@@ -560,10 +576,12 @@ class Search:
         return found
 
     def by_type(self, speeds: Speeds) -> None:
-        """Places each kind of tasks on the node type that is fastest for the kind.
+        """Places each task only on nodes of the type that is fastest for its kind.
 
-        A kind without an entry in `speeds` may use all nodes. Tries nothing if a task
-        would then have no node.
+        A task's kind is that of its operator, such as `matmul`, or `loop` or `block`.
+        Among these nodes it takes the one where it ends first. A kind without an entry
+        in `speeds`, the result of `speed_table`, may use all nodes. Makes no candidate
+        if a task would then have no node.
         """
         types = np.array(self.problem.nodes.alike())
         wanted = {kind: min(s, key=lambda name: s[name]) for kind, s in speeds.items()}
@@ -625,10 +643,10 @@ class Search:
         return None
 
     def _bytes_of(self, group: Sequence[int]) -> float:
-        """Returns the bytes of the arguments that a group of tasks reads, and of the
-        values that it makes.
+        """Returns the bytes of a group's values: arguments read, and values made.
 
-        Values that the group reads from other groups are not counted.
+        `group` has the indices of the group's tasks. Values that these tasks read from
+        other groups are not counted.
         """
         problem, inside = self.problem, set(group)
         values = {v for task in group for v in problem.made[task] + problem.read[task]}
@@ -658,11 +676,12 @@ class Search:
         return None
 
     def squeeze(self) -> list[tuple[int, ...]]:
-        """Places tasks without memory limits, then moves tasks to use less memory.
+        """Places tasks with unlimited memory, then moves tasks to use less memory.
 
         Returns:
-            The placements found without limits, then the placement that exceeds the
-            nodes' memory by the fewest bytes (0 if it fits).
+            The placements made without memory limits. The last entry is the placement
+            after the moves: of those tried, it exceeds the nodes' memory by the fewest
+            bytes (0 if it fits).
         """
         roomy = Search(self.problem.roomy(), self.order, self.microbatches)
         roomy.greedy()
@@ -697,8 +716,9 @@ class Search:
     def improve(self, moves: int) -> None:
         """Moves tasks of the best candidates to other nodes while the step time falls.
 
-        `moves` is the number of tries. If memory did not suffice for a candidate, the
-        placements of `squeeze` are starts too.
+        `moves` is the number of tries. The search starts from the fastest candidates.
+        If memory did not suffice for a candidate, it also starts from the placements
+        that `squeeze` returns.
         """
         ranked = sorted(self.seen.items(), key=lambda item: item[1])
         starts = [node_of for node_of, _ in ranked[:_STARTS]]
@@ -722,17 +742,18 @@ def find_placement(
     microbatches: int = 1,
     moves: int | None = None,
 ) -> Found | None:
-    """Makes candidate placements by all heuristics; returns the one with the best step.
+    """Makes candidate placements by all heuristics; returns that of the shortest step.
 
-    Returns None if no candidate fits into memory.
+    The result also has the step seconds of other candidates. Returns None if no
+    candidate fits into memory.
 
     Args:
         problem: tasks and nodes.
         order: which orders of tasks the greedy rule tries. `rank`: by upward rank
             (HEFT), and as in the program. `traversal`: only as in the program.
         microbatches: the number of microbatches of a step.
-        moves: the number of tries to move tasks to other nodes; None: 20,000 divided
-            by the number of tasks, or 0 if this is below 20.
+        moves: the number of tries to move tasks to other nodes; None: 20,000 divided by
+            the number of tasks, or 0 if this is below 20.
     """
     search, speeds = Search(problem, order, microbatches), speed_table(problem)
     search.greedy()

@@ -34,8 +34,10 @@ PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Kernels of devices beside those in `DeviceType.kernels`, and operators that JAX
-    cannot lower for a platform."""
+    """Further kernels of devices, and operators that JAX cannot lower for a platform.
+
+    The kernels are additions to those that `DeviceType.kernels` lists.
+    """
 
     registered: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Map from a device type or platform to the operators with kernels: primitives,
@@ -46,13 +48,18 @@ class Kernels:
     def has(self, device: DeviceType, operator: Operator, number: int) -> bool:
         """Whether a device has a kernel for an operator.
 
-        True if `registered` lists the operator for the device's type or platform.
-        Otherwise `DeviceType.kernels` must list the operator. If `DeviceType.kernels`
-        is None, it counts as listing all operators but custom calls (`CUSTOM`, such as
-        a Pallas kernel), or none on the platform `other`. On JAX's platforms, an
-        operator that is no custom call must also be absent from `lacking`, which names
-        operators by their `number` in the program. In the example, the FPGA's device
-        type lists element-wise operators and no matmuls.
+        The first of these rules that applies decides:
+
+        * True if `registered` lists the operator for the device's type or platform.
+        * False if `DeviceType.kernels` is given and does not list the operator.
+        * False if `DeviceType.kernels` is None and either the operator is a custom call
+          (`CUSTOM`, such as a Pallas kernel) or the platform is `other`.
+        * False if `lacking` lists the operator's `number` in the program for the
+          platform. Skipped for custom calls and the platform `other`.
+        * Otherwise True.
+
+        In the example, the FPGA's device type lists element-wise operators and no
+        matmuls.
 
         >>> from dtft.planner.cluster.catalog import device_type
         >>> tanh = Operator(primitive="tanh", kind="elementwise", inputs=(),
@@ -109,10 +116,10 @@ def words_of_platform(platform: str) -> tuple[str, ...]:
 
 
 def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
-    """Returns the names by which `affinity` may name a node, the place of an operator.
+    """Returns the names by which `affinity` may name a node.
 
-    These are the node's own name, its device type's and its platform's. The first part
-    of the device type's name is a name too.
+    These are the node's own name, its device type's and its platform's. The part of the
+    device type's name before the first "-" is a name too.
 
     >>> from dtft.planner.cluster.catalog import device_type
     >>> places_of("fpga-u280:0", device_type("fpga-u280"))
@@ -124,7 +131,7 @@ def places_of(name: str, device: DeviceType) -> tuple[str, ...]:
 def pinned(
     affinity: Mapping[str, str], operator: Operator, nodes: Nodes
 ) -> frozenset[int] | None:
-    """Returns the nodes on which `affinity` allows an operator; None if it names none.
+    """Returns the nodes on which `affinity` allows an operator; None: it has no pin.
 
     An entry of `affinity` is a pin: it maps an operator's primitive, its kind, or a
     word of `CLASSES` such as "dense" to a node, device type or platform. The
@@ -197,8 +204,10 @@ def _check_form(kernels: Kernels) -> None:
 
 
 def _check_lacking(lacking: Mapping[str, Set[int]], num_operators: int) -> None:
-    """Raises a ValueError unless `lacking` maps JAX platforms to numbers of existing
-    operators."""
+    """Raises a ValueError unless `lacking` maps JAX platforms to operator numbers.
+
+    The numbers must be those of operators of the program, which has `num_operators`.
+    """
     platforms = [name for name in get_args(Platform) if name != "other"]
     for platform, operators in lacking.items():
         if platform not in platforms:

@@ -1,7 +1,8 @@
 """List scheduling of tasks on nodes, with simulated ports, transfers and memory.
 
-The upward rank of a task (HEFT) is the longest path in seconds from the start of the
-task to the end of the program.
+Tasks are taken in order of upward rank (HEFT), or in the order of the program, each on
+the node where it ends first or on a given node. The upward rank of a task is the
+longest path in seconds from the start of the task to the end of the program.
 """
 
 from bisect import bisect_right
@@ -29,7 +30,10 @@ class Line:
         return sum(self.ends) - sum(self.starts)
 
     def free(self, ready: float, seconds: float) -> float:
-        """Returns the first time, `ready` or later, from which `seconds` are free."""
+        """Finds the first gap of `seconds` seconds that begins at `ready` or later.
+
+        Returns the time at which it begins, in seconds.
+        """
         ends = self.ends
         if not ends or ready >= ends[-1]:
             return ready
@@ -67,14 +71,17 @@ class Line:
 
 
 class Held:
-    """The interval of time in which each node holds each value in memory."""
+    """For each value and node, the time interval in which the node holds the value."""
 
     def __init__(self) -> None:
         self._times: dict[tuple[int, int], tuple[float, float]] = {}
 
     def add(self, value: int, node: int, begin: float, end: float) -> None:
-        """Extends the interval in which a node holds a value, to include `begin` to
-        `end`."""
+        """Extends the interval in which a node holds a value to include a time range.
+
+        The range is `begin` to `end`, in seconds. The first call for a value and node
+        makes the interval.
+        """
         first, last = self._times.get((value, node), (begin, end))
         self._times[value, node] = min(first, begin), max(last, end)
 
@@ -86,7 +93,8 @@ class Held:
         Args:
             num_nodes: the number of nodes.
             num_bytes: bytes of each value.
-            stays: whether each value is held to the end.
+            stays: whether each value stays in memory to the end of the program, also
+                after its interval.
         """
         changes: list[list[tuple[float, float]]] = [[] for _ in range(num_nodes)]
         for (value, node), (begin, end) in self._times.items():
@@ -120,7 +128,10 @@ Sent = tuple[int, int, int, float, float]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Nodes and times of all tasks and transfers of one microbatch, in seconds."""
+    """The node and times of each task, and all transfers, of one microbatch.
+
+    Times are in seconds from the start of the microbatch.
+    """
 
     node_of: tuple[int, ...]
     starts: tuple[float, ...]
@@ -168,8 +179,10 @@ def schedule(
 
 
 class _State:
-    """State of the simulation by `schedule`: busy times of nodes and network ports, and
-    memory of nodes."""
+    """State of the simulation of `schedule`, to which tasks are added one by one.
+
+    It has the busy times of nodes and network ports, and the memory of nodes.
+    """
 
     def __init__(self, problem: Problem, among: Sequence[int] | None) -> None:
         self.of = problem
@@ -225,10 +238,10 @@ class _State:
         return best
 
     def _ways(self, task: int) -> list[tuple[float, int]]:
-        """Returns, for each node that may run a task, a lower bound of the task's end.
+        """Returns a lower bound of a task's end on each node that may run the task.
 
-        The entries are pairs of bound and node. The bound assumes that no network port
-        is busy.
+        The entries are pairs: the bound in seconds, and the node. The bound assumes
+        that no network port is busy, so that inputs arrive as early as possible.
         """
         of, ready = self.of, self.open
         for value in of.read[task]:
@@ -250,8 +263,10 @@ class _State:
         return ways
 
     def has_room(self, task: int, node: int) -> bool:
-        """Returns whether a task's outputs, and the inputs that a node lacks, fit into
-        the free memory of the node."""
+        """Whether a node has enough free memory to run a task.
+
+        The task needs memory for its outputs, and for the inputs that the node lacks.
+        """
         of = self.of
         more = of.made_bytes[task]
         for value in of.read[task]:
@@ -289,8 +304,7 @@ class _State:
         self._keep(task, node, end)
 
     def _keep(self, task: int, node: int, end: float) -> None:
-        """Adds a task's outputs to its node's memory; frees values without further
-        readers.
+        """Adds a task's outputs to its node's memory; frees values no longer needed.
 
         `end` is the time in seconds at which the task ends.
         """
@@ -313,8 +327,10 @@ class _State:
                 self.live[node] -= self.of.held_bytes[value]
 
     def _local(self, task: int, node: int) -> float:
-        """Returns the latest arrival time of the task's inputs that a node has; 0.0 if
-        the node has none."""
+        """Returns the latest arrival time, in seconds, of a task's inputs on a node.
+
+        Inputs that the node lacks are not counted. Returns 0.0 if the node has none.
+        """
         return max((self.at[v].get(node, 0.0) for v in self.of.read[task]), default=0.0)
 
     def _bring(self, task: int, node: int) -> list[Sent]:
@@ -335,12 +351,12 @@ class _State:
         return [self._send(value, node, since) for since, value in missing]
 
     def _whole(self, value: int) -> int:
-        """Returns the value that a node holds and sends instead of `value`.
+        """Returns the value that a node holds and sends in place of `value`.
 
-        Each reader of a value makes a part of the value's gradient. Parts that were
-        made on one node are added up, and only the sum is held and sent. So for a part
-        the result is the number of one of these parts, which stands for the sum. For
-        any other value it is `value` itself.
+        Each reader of a value computes one summand of the value's gradient. The
+        summands that were computed on one node are added up there, and only their sum
+        is held and sent. If `value` is such a summand, returns the number of one of the
+        summands on its node, which stands for the sum. Otherwise returns `value`.
         """
         behind = self.of.sum_of[value]
         if behind < 0:
@@ -348,11 +364,11 @@ class _State:
         return self.sums.setdefault((behind, self.home[value]), value)
 
     def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
-        """Replaces parts of the same gradient on the same node by their sum (`_whole`).
+        """Replaces summands of one gradient on one node by their sum (`_whole`).
 
-        A part is the contribution of one reader of a value. `missing` and the result
-        are pairs: the time in seconds when a value is ready, and the value's number. A
-        sum is ready when its last part is ready.
+        A summand is the contribution of one reader of a value to the value's gradient.
+        `missing` and the result are lists of pairs: the time in seconds when a value is
+        ready, and the value's number. A sum is ready when its last summand is ready.
         """
         found: dict[int, float] = {}
         for since, value in missing:

@@ -42,7 +42,7 @@ class Nodes:
 
         Args:
             cluster: each of its devices is a node.
-            reserve: share of a device's memory that the nodes do not offer, 0 to 1.
+            reserve: fraction of a device's memory that the nodes do not offer, 0 to 1.
         """
         pools = [
             p for p, pool in enumerate(cluster.pools) for _ in range(pool.num_devices)
@@ -77,8 +77,8 @@ class Nodes:
         """Makes nodes with equal links; each node has a sending and a receiving port.
 
         `memory_bytes` has the bytes of memory of each node. `latency_s` is in seconds,
-        `bandwidth` in bytes a second. The example shows the
-        seconds per byte between two nodes.
+        `bandwidth` in bytes a second. The example shows the seconds per byte between
+        two nodes.
 
         >>> Nodes.joined([1e9, 1e9], latency_s=1.0, bandwidth=2.0).byte_s.tolist()
         [[0.0, 0.5], [0.5, 0.0]]
@@ -110,7 +110,7 @@ class Nodes:
 class _Routes:
     """Tables of link speeds and ports of all pairs of nodes.
 
-    The tables are filled from the innermost links outwards.
+    The entries of inner links must be set first: those of outer links overwrite them.
     """
 
     def __init__(self, num: int) -> None:
@@ -119,7 +119,10 @@ class _Routes:
         self._next = 0
 
     def inside(self, pool: Pool, start: int) -> None:
-        """Fills the entries between devices of a pool; `start` is its first device."""
+        """Fills the entries between the devices of a pool.
+
+        `start` is the number of the pool's first device in the cluster.
+        """
         numbers = np.arange(pool.num_devices)
         below = 1
         for level in pool.levels:
@@ -130,10 +133,12 @@ class _Routes:
             below *= level.size
 
     def through(self, link: Link, devices: Numbers, apart: NDArray[np.bool_]) -> None:
-        """Gives the pairs marked in `apart` the seconds and ports of a link.
+        """Sets the seconds and ports of the pairs of devices that a link joins.
 
-        `devices` are numbers of devices; `apart` is a mask `[devices, devices]` over
-        them.
+        Args:
+            link: the link.
+            devices: numbers of devices of the cluster.
+            apart: `[devices, devices]`, True for the pairs whose entries are set.
         """
         curve, place = link.curve, np.ix_(devices, devices)
         each = 1 / curve.bandwidth

@@ -1,6 +1,4 @@
-"""The placement problem: tasks on nodes as plain numbers, and a lower bound on the
-seconds of a step.
-"""
+"""The placement problem as numbers, and a lower bound on the seconds of a step."""
 
 from copy import copy
 
@@ -70,8 +68,10 @@ class Problem:
         self.capacity: list[float] = nodes.memory_bytes.tolist()
 
     def send_s(self, value: int, source: int, target: int) -> float:
-        """Computes the seconds of sending a value between two nodes while no port is
-        busy; 0 from a node to itself."""
+        """Computes the seconds of sending a value between two nodes through free ports.
+
+        The result is 0 from a node to itself.
+        """
         if source == target:
             return 0.0
         each = self.byte_s[source][target]
@@ -99,11 +99,11 @@ _ROUNDS = 60
 def bound_s(problem: Problem, microbatches: int = 1) -> float:
     """Computes a lower bound on the seconds of a step.
 
-    The bound of the first microbatch is the larger of two figures: the longest path
-    through the tasks, with each task on its fastest node and without time for
-    transfers; and `shared_s`, a lower bound on the seconds of the busiest node. Each
-    further microbatch adds the larger of two figures: `shared_s`, and the largest of
-    the tasks' seconds, each on its fastest node.
+    `shared_s` is a lower bound on the seconds of the busiest node in one microbatch.
+    The first microbatch takes at least the larger of `shared_s` and the longest path
+    through the tasks, with each task on its fastest node and without transfers. Each
+    further microbatch adds at least the larger of `shared_s` and the longest single
+    task, on its fastest node.
 
     Args:
         problem: tasks and nodes.
@@ -126,11 +126,12 @@ def bound_s(problem: Problem, microbatches: int = 1) -> float:
 def shared_s(seconds: Floats) -> float:
     """Computes a lower bound on the busiest node's seconds in any assignment of tasks.
 
-    For any weights y of nodes that add up to 1, the busiest node takes at least the sum
-    over tasks of the min over nodes of y * seconds (the dual of assigning divisible
-    tasks). Returns the largest bound of `_ROUNDS` iterations, each of which raises the
-    weights of nodes with more load than others. The example divides three tasks of 1 s
-    between two nodes.
+    Let y be factors of 0 or more, one for each node, that add up to 1. The busiest node
+    takes at least the sum over the tasks of the least y[node] * seconds[task, node] of
+    a node. (This is the dual of a linear program in which tasks may be divided.)
+    `_ROUNDS` iterations raise the factors of the nodes with more load than others; the
+    largest of their bounds is returned. The example divides three tasks of 1 s between
+    two nodes.
 
     Args:
         seconds: `[tasks, nodes]`, infinite where a node cannot run a task.

@@ -1,6 +1,4 @@
-"""The placement: which node runs what and when, as JSON, tables, an HTML page and
-pictures.
-"""
+"""The node and times of each task, as JSON, tables, HTML page and pictures."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +24,11 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledTask:
-    """The node of one task, and the task's start and end within the microbatch."""
+    """The node of one task, and the task's start and end.
+
+    `task` and `node` are indices into `Placement.tasks` and `Placement.nodes`. Times
+    are in seconds from the start of the microbatch.
+    """
 
     task: int
     node: int
@@ -36,7 +38,11 @@ class ScheduledTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """One value that is sent from one node to another."""
+    """One value that is sent from one node to another.
+
+    `source` and `target` are indices into `Placement.nodes`. Times are in seconds from
+    the start of the microbatch.
+    """
 
     value: int
     """Number of the value in `Graph.values`; without a program, in `Tasks.passed`."""
@@ -91,8 +97,8 @@ class Placement:
     tasks), `contiguous` (stretches of the program), `random` (a random node for each
     task). Baselines that cannot run are left out."""
     dropped: Mapping[str, float] = field(default_factory=dict)
-    """Step seconds of greedy placements that leave out the slower nodes, by the names
-    of the nodes left out."""
+    """Step seconds of placements on only the faster nodes, each task where it ends
+    first. The keys are the names of the nodes left out, such as "cpu:0, cpu:1"."""
     speeds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Map from a kind of tasks to a map from a node type to the seconds of all these
     tasks on the fastest node of the type. A type without a node that can run all of
@@ -420,8 +426,11 @@ def nodes(placement: Placement) -> Section:
 
 
 def others(placement: Placement) -> Section:
-    """Makes the table of other placements' step seconds: greedy ones that leave out the
-    slower nodes, and the baselines."""
+    """Makes the table of the step seconds of other placements that were tried.
+
+    These are the placements without the slower nodes (`Placement.dropped`), and the
+    baselines (`Placement.baselines`).
+    """
     rows = [
         (f"without {name}", seconds(step), change(step, placement.step_s))
         for name, step in placement.dropped.items()
@@ -442,7 +451,8 @@ def others(placement: Placement) -> Section:
 def classes(placement: Placement) -> Section:
     """Makes the table of the kinds of tasks, with a column for each node type.
 
-    A cell has the seconds that the fastest node of the type would take for all tasks of
+    A task's kind is that of its operator, such as `matmul`, or `loop` or `block`. A
+    cell has the seconds that the fastest node of the type would take for all tasks of
     the kind, and in brackets how many of these tasks are placed on nodes of the type.
     The last column names the type with the least seconds.
     """
@@ -475,7 +485,10 @@ def classes(placement: Placement) -> Section:
 
 
 def sent(placement: Placement) -> Section:
-    """Makes the table of the values and bytes that nodes send in one microbatch."""
+    """Makes the table of what each node sends to each other node in one microbatch.
+
+    A row has the number of values, their bytes, and the seconds of their transfers.
+    """
     found: dict[tuple[int, int], list[float]] = {}
     for one in placement.transfers:
         row = found.setdefault((one.source, one.target), [0, 0.0, 0.0])

@@ -20,8 +20,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Passed:
-    """An argument that tasks read, or a task's output that other tasks or the caller
-    read."""
+    """A value that passes between tasks: an argument, or a task's output.
+
+    The value is read by tasks, or is a result of the program (`is_kept`). `producer`
+    and `readers` are indices of tasks.
+    """
 
     producer: int
     """Task that makes the value; -1 for an argument. An argument starts on the node of
@@ -38,10 +41,10 @@ class Passed:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tasks:
-    """Tasks (operators, loops or layers), their seconds on each node, and the values
-    that pass between them.
+    """Tasks with their seconds on each node, and the values that pass between them.
 
-    The tasks are in an order in which they can be run one after another.
+    A task is an operator, a loop or a layer. The tasks are in an order in which they
+    can be run one after another.
     """
 
     names: tuple[str, ...]
@@ -51,8 +54,8 @@ class Tasks:
     """`[tasks, nodes]`; infinite where a node cannot run a task."""
     passed: tuple[Passed, ...]
     groups: tuple[int, ...] = ()
-    """Group number of each task; tasks of a group share a node. Default: one group per
-    task."""
+    """Group number of each task. Tasks of a group must be placed on one node. Default:
+    one group per task."""
     gradient_of: Mapping[int, int] = field(default_factory=dict)
     """Map from a part of a gradient (the contribution of one reader) to the value that
     the gradient is of, both as indices into `passed`. Parts made on one node are added
@@ -83,16 +86,21 @@ class Tasks:
 
     @property
     def together(self) -> list[list[int]]:
-        """The tasks of each group, which share a node; groups ordered by first task."""
+        """Indices of the tasks of each group; the tasks of a group must share a node.
+
+        There is one list for each group of `groups`, ordered by the group's first task.
+        A task that need not share its node is a group of its own.
+        """
         found: dict[int, list[int]] = {}
         for task, group in enumerate(self.groups):
             found.setdefault(group, []).append(task)
         return list(found.values())
 
     def weighted(self, weights: Sequence[float] | Floats) -> "Tasks":
-        """Returns the tasks with their seconds divided by each node's weight.
+        """Returns the tasks with their seconds divided by each node's relative speed.
 
-        A node of weight 0 has infinite seconds.
+        The relative speeds are `weights`, `[nodes]`. A node of weight 0 has infinite
+        seconds.
         """
         with np.errstate(divide="ignore", over="ignore"):
             factors = 1 / np.asarray(weights, float)
@@ -152,7 +160,10 @@ def _again(value: Passed, behind: Sequence[int]) -> tuple[int, ...]:
 
 
 def _product(seconds: Floats, factors: Floats) -> Floats:
-    """Multiplies seconds by factors; an infinite factor gives infinity even for 0 s."""
+    """Multiplies seconds by factors; an infinite factor gives infinity.
+
+    0 s times an infinite factor is infinite too, and not NaN.
+    """
     with np.errstate(invalid="ignore"):
         found = seconds * factors
     return np.where(np.isinf(factors), np.inf, found)
@@ -233,11 +244,11 @@ def _made_and_read(
 def with_gradients(
     graph: Graph, values: Sequence[int], passed: Sequence[Passed], params: str | None
 ) -> list[Passed]:
-    """Returns the values of `passed` with `has_gradient` set correctly.
+    """Returns `passed` with `has_gradient` False for values that have no gradient.
 
-    In `passed`, `has_gradient` only says whether a value is floating or complex. A
-    value has a gradient if it is also on a path from the parameters to the loss (the
-    program's first result).
+    `handed` sets `has_gradient` of every floating or complex value to True. A value has
+    a gradient if it is also on a path from the parameters to the loss (the program's
+    first result).
 
     Args:
         graph: the program.
@@ -353,12 +364,12 @@ def tasks_of(
 def _intervals(
     graph: Graph, grain: Grain, together: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    """Divides the program into tasks; yields the first operator of each task, and the
-    operator after its last.
+    """Divides the program into tasks; yields the range of operators of each task.
 
-    Each loop and each pair of `together` is one task. With grain `block`, each of
-    several consecutive equal layers is one task too. If two of these tasks overlap,
-    they are merged. Every other operator is a task.
+    A range is the first operator of the task, and the operator after its last. Each
+    loop and each pair of `together` is one task. With grain `block`, each of several
+    consecutive equal layers is one task too. If two of these tasks overlap, they are
+    merged. Every other operator is a task.
 
     Raises:
         ValueError: a pair of `together` is not within the program.

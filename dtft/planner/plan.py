@@ -24,11 +24,13 @@ class Knobs:
     """ZeRO stage: which arrays the axis `fsdp` divides, besides the batch. 0: none. 1:
     the optimizer state. 2: also gradients. 3: also parameters."""
     offload: bool = False
-    """Whether optimizer state is kept in host memory between updates (`Plan.host`)."""
+    """Whether optimizer state is kept in host memory between updates; `Plan.host` lists
+    its leaves."""
     virtual_stages: int = 1
     """The number of chunks of layers on each pipeline stage (interleaving)."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each pipeline stage, first to last; () for equal stages."""
+    """The number of layers of each pipeline stage, first to last; () if all stages have
+    equally many."""
     schedule: Schedule = "1f1b"
     """Schedule of the pipeline; without effect in plans without an axis `stage`."""
 
@@ -45,9 +47,10 @@ class Collective:
     trips: int
     """The number of executions in a step."""
     where: str
-    """The operator or array of the collective."""
+    """Description of the collective's operator or array in words, such as `gradient of`
+    a parameter's path, or pass, primitive and shape of the operator."""
     seconds: float = 0.0
-    """Seconds of all executions in a step, before overlap."""
+    """Seconds of all executions in a step, including those that computation hides."""
 
 
 ComputeKind = Literal["products", "attention", "element-wise", "other"]
@@ -65,8 +68,10 @@ class ComputeShare:
     """
 
     where: str
-    """What the operator does: `gradient of` a parameter; or the parameter that it
-    reads, else its primitive and shape, and `forward` or `backward`."""
+    """`gradient of` and the path of the parameter whose gradient the operator computes.
+    For other matmuls, convolutions and kernels, the path of the parameter that they
+    read, and `forward` or `backward`. For all other operators, primitive and shape in
+    place of the path."""
     seconds: float
 
 
@@ -89,7 +94,7 @@ class AxisUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted seconds of one step, in total and by term, such as compute."""
+    """Predicted seconds of one step: the terms of a sum, such as `compute`."""
 
     terms: Mapping[str, float]
     """Seconds of each term: compute, collectives (the part that computing does not
@@ -125,7 +130,11 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A candidate of the search: its mesh, settings, predicted step time and memory."""
+    """A candidate of the search: its mesh, settings, predicted step time and memory.
+
+    `memory_bytes` are the bytes that it needs on the fullest device. `fits` says
+    whether the device has so much memory.
+    """
 
     name: str
     mesh: Mapping[str, int]
@@ -171,15 +180,16 @@ class Plan:
     rematerializes."""
     prediction: Prediction
     memory: Mapping[str, int]
-    """Bytes that the plan needs on the fullest device, by term: parameters, gradients,
-    optimizer, activations, batch, reserve."""
+    """Bytes that the plan needs on the fullest device, by what they hold: parameters,
+    gradients, optimizer, activations, batch, reserve (memory that is kept free). With a
+    pipeline, each entry is that of the stage where it is largest."""
     capacity_bytes: int
     """Memory of the fullest device, in bytes."""
     collectives: tuple[Collective, ...] = ()
     compute: Mapping[ComputeKind, float] = field(default_factory=dict)
     """Seconds of the term `compute` by kind of work. Empty in older files."""
     dearest: tuple[ComputeShare, ...] = ()
-    """The operators that take the most seconds of `compute`, dearest first."""
+    """The operators that take the most seconds of `compute`, most seconds first."""
     examples: int = 0
     """Examples in a step; 0 if unknown."""
     at_peak_s: float = 0.0
@@ -194,26 +204,28 @@ class Plan:
     level, such as `InfiniBand between hosts`. Empty in older files."""
     alternatives: tuple[Alternative, ...] = ()
     left_out: tuple[Alternative, ...] = ()
-    """The fastest candidate that is predicted faster than the plan, but ranked behind
-    it, because some of its devices repeat the work of others; () without one."""
+    """At most one candidate: the fastest of those that are predicted faster than the
+    plan, but are ranked behind it, because some of their devices repeat the work of
+    others. () if there is none."""
     runnable: bool = True
-    """Whether the plan can be run on its backend by `make_step` or `plan.jit`
-    (`entry`); false only for a plan that was made under `what_if` and has a knob that
-    they cannot run."""
+    """Whether `dtft.train.make_step` (with entry `step`: `plan.jit`) can run the plan
+    on its backend. False only if the search was told to include settings that cannot be
+    run (`what_if`), and the plan has one."""
     model_hash: str = ""
     cluster_hash: str = ""
     cluster: str = ""
     """Description of the cluster in words."""
     predicted_for: str = ""
-    """Devices that the prediction is for, in words (`Pool.fabric_words`). Empty if the
-    prediction does not hold for this plan, for example after a change of the number of
-    replicas, and in older files."""
+    """Devices and kinds of links that the prediction is for, in words, such as
+    `2x8xh100 by NVLink and InfiniBand`. Empty if the prediction does not hold for this
+    plan, for example after a change of the number of replicas, and in older files."""
 
     @property
     def memory_bytes(self) -> int:
         """Bytes that the plan needs on the fullest device: the sum of `memory`.
 
-        The sum includes a reserve that is kept free.
+        The sum includes a reserve that is kept free. With a pipeline it is an upper
+        bound, because each entry of `memory` is that of the stage where it is largest.
         """
         return sum(self.memory.values())
 

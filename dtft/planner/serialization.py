@@ -48,7 +48,8 @@ def parse_once(text: str) -> Any:
     """Parses JSON and refuses duplicate keys.
 
     Raises:
-        Twice: a key is duplicate; the message names this key and the object's keys.
+        Twice: a key is duplicate; the message names this key and the first of the
+            object's keys.
         json.JSONDecodeError: the text is not JSON.
 
     >>> parse_once('{"mesh": {"replica": 2}}')

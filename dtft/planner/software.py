@@ -1,8 +1,8 @@
 """Software: rules of how XLA and PyTorch run a program's operators and collectives.
 
-The planner prices every program with the same figures of devices and links. A
-`Software` value says how a program is run: which operators share a kernel, when
-gradients are reduced, and which collectives computation hides. XLA and the PyTorch
+The planner predicts the time of every program with the same figures of devices and
+links. A `Software` value says how a program is run: which operators share a kernel,
+when gradients are reduced, and which collectives computation hides. XLA and the PyTorch
 programs that published tables were measured with differ in these rules.
 """
 
@@ -18,8 +18,9 @@ class Software:
 
     name: SoftwareName
     fuses: bool = True
-    """Whether a compiler fuses cheap operators (`ir.fusion`). Otherwise the program
-    names its kernels itself, and each kernel reads and writes whole arrays."""
+    """Whether a compiler fuses operators, by the rules of `ir.fusion`. Otherwise each
+    operator is a kernel of its own, which reads and writes whole arrays; reshapes and
+    other operators of kind `layout` are free."""
     sums_first: bool = False
     """Whether each device sums the gradients of its microbatches, and the sums are
     reduced over data axes once a step (below ZeRO level 2). Otherwise gradients are

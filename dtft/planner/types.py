@@ -18,4 +18,4 @@ results of matmuls and convolutions."""
 Schedule = Literal["1f1b", "gpipe", "circular"]
 """Order in which pipeline stages process microbatches. `1f1b`: forward and backward in
 turn. `gpipe`: all forward, then all backward. `circular`: as `gpipe`, and each
-microbatch passes through the stages once per chunk."""
+microbatch passes through all stages once for each chunk of layers of a stage."""

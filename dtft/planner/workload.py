@@ -59,12 +59,15 @@ def arrays_of_experts(
 ) -> Arrays:
     """Finds the inputs and outputs of expert layers, each with its expert dim.
 
-    Returns a map from the set of dims of such an array to its expert dim.
+    An expert dim is a batch dim of a matmul whose weights have the dim, too: each index
+    of the dim (each expert) has weights of its own. Returns a map from the set of dims
+    of each input and output of such matmuls to the expert dim; the weights are left
+    out.
 
-    A mesh axis may divide both examples and experts. The axis then divides these arrays
-    by expert and all other arrays by example. Examples are exchanged (all-to-all)
-    before and after the experts, and each device has the weights of its own experts
-    only.
+    The map is needed if one mesh axis divides both examples and experts. The axis then
+    divides the arrays of the map by expert, and all other activations by example.
+    Examples are exchanged (all-to-all) before and after the experts, and each device
+    has the weights of its own experts only.
 
     Args:
         graph: a traced step or loss.
@@ -87,7 +90,7 @@ def arrays_of_experts(
 def _products(
     graph: Graph, parameters: Sequence[int], root: Callable[[int], int]
 ) -> Iterator[tuple[tuple[frozenset[int], ...], frozenset[int], frozenset[int]]]:
-    """Finds the matmuls of a program in which one array has the dims of a parameter.
+    """Finds the matmuls in which exactly one array has the dims of a parameter.
 
     This array is an operand (the weights), or the result of a matmul that computes the
     gradient of weights. Dims that a loop iterates over are left out.
@@ -158,12 +161,13 @@ _OF_PARTS = ("pad", "concatenate")
 
 
 def gradients(question: "Workload") -> dict[int, str]:
-    """Finds the values that are gradients of parameters, or terms of such a gradient.
+    """Finds the values that are gradients of parameters, or summands of a gradient.
 
     The search goes back from each updated parameter, through the update and through
-    element-wise and `layout` operators of the backward pass, to the results of other
-    operators of the backward pass. The search follows operands with as many elements as
-    the result; of a pad or concatenation it follows all operands.
+    element-wise and `layout` operators (such as reshapes and casts) of the backward
+    pass, to the results of other operators of the backward pass. The search follows
+    operands with as many elements as the result; of a pad or concatenation it follows
+    all operands.
 
     Args:
         question: the traced step.
@@ -209,7 +213,8 @@ def passes(graph: Graph) -> dict[int, int]:
 
     Reading a converted, transposed or sliced argument counts as reading the argument.
     An argument that a loop reads whole in every iteration counts as read in the forward
-    pass only, because it is kept for the loop of the backward pass.
+    pass only, because the array that was gathered for the forward pass is kept for the
+    loop of the backward pass.
 
     Args:
         graph: the graph of a step.
@@ -407,22 +412,31 @@ class Workload:
 
     @property
     def batch_size(self) -> int:
-        """The number that data axes must divide: of examples, unless a reshape splits
-        their dim; 0 if no batch leaf has more than one row."""
+        """The number that the product of the sizes of the data axes must divide.
+
+        It is the number of examples, unless a reshape splits or merges their dim. Then
+        it is the greatest common divisor of the sizes that the dim has in the program.
+        0 if no batch leaf has more than one row.
+        """
         dims = (self.graph.dims[dim] for dim in self.batch_dims)
         return math.gcd(*(size for dim in dims for size in dim.sizes))
 
     @cached_property
     def num_examples(self) -> int:
-        """The number of examples in a step: the rows (size of the first dim) of a batch
-        leaf; 0 if no batch leaf has rows.
+        """The number of examples in a step; 0 if no batch leaf has rows.
 
-        If batch leaves differ in their rows, the examples are those of the leaf whose
-        first dim the most operations of matmuls and other products have (without
-        products: of all operators). Of equal first dims, the one with the most rows
-        counts. If leaves with that first dim differ in their rows, because one of them
-        is flattened, the examples are the fewest rows. A first dim that indexes
-        positions, because another of these leaves has it as its second dim, comes last.
+        The rows of a leaf are the size of its first dim. Leaves with one row do not
+        count beside others. If all batch leaves have equally many rows, this is the number of
+        examples. Otherwise the first dim of one leaf is chosen, by these rules in turn:
+
+        * Not a dim that is the second dim of a leaf with another number of rows: such a
+          dim indexes positions. It is chosen only if there is no other.
+        * The dim whose matmuls, convolutions and kernels have the most operations. In a
+          program without these, all operators count.
+        * The dim of the leaf with the most rows.
+
+        If leaves with the chosen dim differ in rows, because one of them is flattened,
+        the number of examples is the fewest rows.
         """
         graph = self.program
         values = [graph.values[graph.inputs[path]] for path in self.paths("batch")]
@@ -531,11 +545,11 @@ class Workload:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def rematerialized(self, remat: Remat) -> "Workload":
-        """Returns the same workload with parts of the loss recomputed (`remat`).
+        """Returns the workload with its loss rematerialized by the policy `remat`.
 
         Raises:
-            ValueError: the workload was made of the user's whole step, whatever `remat`
-                is.
+            ValueError: the workload was made from the user's whole step. The error is
+                raised for `none`, too.
         """
         if self.again is None:
             raise ValueError(
@@ -566,11 +580,11 @@ class Workload:
         return ShardingAssignment(axes=axes, first=self._first(division))
 
     def _first(self, division: ShardingAssignment) -> Arrays:
-        """Returns the inputs and outputs of the expert layers of `program`.
+        """Returns `ShardingAssignment.first` for `program`, from that for `graph`.
 
-        The map is from the set of an array's dims to its expert dim. It is empty if
-        `division.first`, a map of the same form for `graph`, has none of the inputs and
-        outputs of expert layers.
+        If `division` divides inputs or outputs of expert layers by expert (they are
+        keys of `division.first`), returns those of `program`: a map from the set of an
+        array's dims to its expert dim. Otherwise returns an empty map.
         """
         if division.first.keys().isdisjoint(self.expert_arrays):
             return {}
@@ -692,7 +706,7 @@ def of_loss(
 def _prepared(
     loss: Callable[..., tuple[jax.Array, Any]], remat: Remat, params: Any, batch: Any
 ) -> Callable[..., tuple[jax.Array, Any]]:
-    """Returns the loss with the rematerialization that `make_step` gives it.
+    """Returns the loss, rematerialized as `dtft.train.make_step` does.
 
     Args:
         loss: returns the loss and auxiliary values.

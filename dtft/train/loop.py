@@ -43,7 +43,7 @@ from dtft.train.stop import Plateau, observe
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The outcome of a run."""
+    """The result of a run: its last step, the state after it, and the summary."""
 
     step: int
     """Number of the last step that was run."""

@@ -104,8 +104,10 @@ class Rehearsals:
     def compile(self, step: TrainStep, plan: Plan | None, batch: Any) -> None:
         """Compiles a step, or loads the program of an equal step on other CPU devices.
 
-        Sets `step.program`; does nothing if it is set. With `devices_per_host` -1, as
-        on accelerators, the step is compiled, but `step.program` stays None.
+        An equal step is one with the same mesh sizes and plan. If its program cannot be
+        loaded, the step is compiled. Sets `step.program`; does nothing if it is set.
+        With `devices_per_host` -1, as on accelerators, the step is compiled, but
+        `step.program` stays None.
 
         Args:
             step: the step.

@@ -49,10 +49,10 @@ def config_to_continue(experiment: Experiment, directory: Path) -> str:
     a checkpoint.
 
     Raises:
-        ConfigError: the checkpoints were made by a config that differs in a key that
-            must be equal (`refuse_other`). Or the experiment's storage has no
-            checkpoint, but the storage that config.json names has one. In both cases no
-            file was changed.
+        ConfigError: the checkpoints were made by a config that differs in the model,
+            the data or another key that must be equal. Or the experiment's storage has
+            no checkpoint, but the storage that config.json names has one. In both cases
+            no file was changed.
     """
     try:
         saved = (directory / "config.json").read_text()
@@ -107,15 +107,16 @@ def only_run_in(
     flag: str = "log.run_dir",
     mark: str = "",
 ) -> Iterator[None]:
-    """Makes a run directory and locks it against other runs until the body ends.
+    """Locks a run directory against other runs for the time of a `with` block.
 
-    The same is done for `storage`, the run's storage directory, unless it is inside of
-    the run directory. Directories that stay empty, because the run was refused, are
-    removed again. If this process dies, the kernel releases the locks.
+    The directory is made if it does not exist. `storage`, the run's storage directory,
+    is made too, and locked by a folder in it, unless it is inside of the run directory.
+    Directories that are empty at the end, because the run was refused, are removed. If
+    this process dies, the kernel releases the locks.
 
     Args:
         directory: the run directory.
-        storage: the run's storage directory; None: it has none of its own.
+        storage: the run's storage directory; None makes and locks none.
         flag: the flag that sets `directory`, for the error message.
         mark: name of a folder that is made in `directory` and locked in its place. Runs
             that are parts of this run can then lock `directory`.
@@ -139,7 +140,9 @@ def only_run_in(
 
 @contextmanager
 def _locked(directory: Path, flag: str, value: Path) -> Iterator[None]:
-    """Makes and locks a directory until the body ends; removes it if it is empty then.
+    """Makes and locks a directory for the time of a `with` block.
+
+    Afterwards the directory is removed if it is empty.
 
     Args:
         directory: the directory.

@@ -288,7 +288,7 @@ def banner(
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Returns the versions of the packages that influence results."""
+    """Returns the versions of dtft, jax, jaxlib, flax and optax, by package name."""
     from importlib.metadata import version
 
     names = ("jax", "jaxlib", "flax", "optax")
@@ -299,7 +299,7 @@ def write_config(run_directory: Path, resolved: str, command: Sequence[str]) -> 
     """Writes config.json and command.json; makes the run directory if it is missing.
 
     config.json gets the text `resolved`, the config as JSON. command.json gets the
-    words of the command line, and the versions of packages (`versions`).
+    words of the command line, and the versions of dtft, jax, jaxlib, flax and optax.
     """
     record = {"command": list(command), "versions": versions()}
     run_directory.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ Items = dict[str, Any]
 
 
 class Runtime(Protocol):
-    """What the training loop needs from its process.
+    """Interface through which the training loop uses the process that runs it.
 
     Only the training thread calls the methods.
     """
@@ -40,7 +40,8 @@ class Runtime(Protocol):
     def hosts(self) -> Mapping[int, str]:
         """Map from the index of each JAX process with a slot to its host's name.
 
-        Load balancing uses the names to recognize hosts of an earlier start.
+        Load balancing records measured times by these names, so that the job finds its
+        hosts' times after a restart.
         """
         ...
 
@@ -82,7 +83,10 @@ class Runtime(Protocol):
 
     @property
     def stores_its_end(self) -> bool:
-        """Whether storage has the last step when `finish` returns."""
+        """Whether storage has the run's last step as soon as `finish` returns.
+
+        False in a launched job, whose agents write the last step to storage later.
+        """
         ...
 
     def mesh(self, experiment: Experiment) -> jax.sharding.Mesh:
@@ -140,7 +144,8 @@ class Runtime(Protocol):
     def takes(self, step: int) -> bool:
         """Whether the loop waits for the state of `step` and saves it.
 
-        Called at boundaries, see `should_save`.
+        Called at boundaries: steps after which a snapshot may be taken and the run may
+        end.
         """
         ...
 
@@ -159,15 +164,17 @@ class Runtime(Protocol):
         """Takes a snapshot of `state`, whose arrays are ready.
 
         `items` has the checkpoint's values that are not arrays. The next step donates
-        the arrays, so they must not be read after the return. Called at boundaries (see
-        `should_save`) for which `takes` is True, or at which the run may end.
+        the arrays, so they must not be read after the return. Called at boundaries
+        (steps after which a snapshot may be taken) for which `takes` is True, or at
+        which the run may have reached its goal.
         """
         ...
 
     def should_stop(self, step: int) -> bool:
         """Whether the run ends early after `step`; equal on all processes.
 
-        Called at boundaries, see `should_save`.
+        Called at boundaries: steps after which a snapshot may be taken and the run may
+        end.
         """
         ...
 

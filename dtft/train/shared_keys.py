@@ -61,7 +61,10 @@ class SharedKeys:
         threading.Thread(target=self._run, daemon=True).start()
 
     def hurry(self, seconds: float) -> None:
-        """Looks for new keys of gloo every `HURRIED_S` s, for the next `seconds` s."""
+        """Looks for new keys of gloo often, for the next `seconds` s.
+
+        That is every `HURRIED_S` s; afterwards every `CALM_S` s.
+        """
         self._calm_at = time.monotonic() + seconds
         self._received.put({})
 
@@ -70,7 +73,7 @@ class SharedKeys:
         self._calm_at = 0.0
 
     def forget(self) -> None:
-        """Deletes gloo's keys from this process's service, so that polls stay cheap.
+        """Deletes gloo's keys from this process's service, so that polls read few keys.
 
         Call it when this process has left all collectives; gloo writes other keys for
         the next ones.
@@ -103,9 +106,11 @@ class SharedKeys:
                 time.sleep(CALM_S)
 
     def _receive(self) -> None:
-        """Waits for keys of another process until the next poll, and sets them.
+        """Waits for keys that another process has published, and sets them.
 
-        Keys outside of the directories `GLOO` and `OWN` are ignored.
+        Returns without keys after `HURRIED_S` or `CALM_S` s, when the next look for
+        gloo's keys is due. Keys outside of the directories `GLOO` and `OWN` are
+        ignored.
         """
         hurried = time.monotonic() < self._calm_at
         try:

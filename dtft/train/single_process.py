@@ -149,8 +149,9 @@ class LocalRuntime:
         )
 
     def mesh(self, experiment: Experiment) -> Any:
-        """Chooses the plan and makes its mesh; without `plan` in the config, makes the
-        experiment's mesh.
+        """Chooses the plan, and makes the plan's mesh.
+
+        If the config's `plan` is empty, makes the experiment's mesh.
 
         Raises:
             ConfigError: the requested plan cannot be found, or cannot run here.
@@ -263,12 +264,12 @@ class LocalRuntime:
         """Does nothing: this run has no agent."""
 
     def save(self, step: int, state: Any, items: dict[str, Any]) -> None:
-        """Saves the state to storage if `takes(step)`; else does nothing."""
+        """Saves the state to storage at multiples of `checkpoint.storage_interval`."""
         if self.takes(step):
             self._store(step, state, items)
 
     def should_stop(self, step: int) -> bool:
-        """Whether a stop signal has arrived (see `signals`)."""
+        """Whether Ctrl-C, SIGTERM or SIGHUP has arrived, which `signals` handles."""
         return self._stopping
 
     def finish(

@@ -64,13 +64,15 @@ class WindowClock:
 
     Steps are dispatched ahead: at the dispatch of step s the loop knows that step s - 2
     is finished. At a boundary, a step after which a snapshot is taken, the loop waits
-    for all steps. From the times of these events the clock computes how long steps take
-    while the snapshot is copied to other hosts, and how long afterwards.
+    for all steps. From the times of these events the clock computes the number and the
+    seconds of the steps while the snapshot is copied to other hosts (`affected`), and
+    of the steps afterwards (`quiet`).
 
     In the example the boundaries are the steps 10 and 18, at 10.0 s and 18.5 s, and the
-    snapshot of step 10 has its copies at 11.5 s. The quiet steps are counted from the
-    second dispatch after 11.5 s, at 13.0 s, to the last dispatch, at 17.0 s: 4 steps in
-    4.0 s. The other 4 steps and 4.5 s count as affected.
+    snapshot of step 10 has its copies at 11.5 s. The first dispatch after that does not
+    count, because a step that began earlier runs then. The quiet steps are those from
+    the second dispatch, at 13.0 s, to the last dispatch, at 17.0 s: 4 steps in 4.0 s.
+    The other 4 steps and 4.5 s count as affected.
 
     >>> clock = WindowClock()
     >>> clock.finished(10, 10.0, released_at=0.0, stall_s=0.0) is None
@@ -234,8 +236,11 @@ class AgentRuntime:
         return self._rehearsals.step_on(mesh, self._plan)
 
     def compile(self, train_step: Any, batch: Any) -> None:
-        """Compiles a step, or loads the program of an equal step that this process
-        compiled for other devices."""
+        """Compiles a step, or loads the program of an equal step for other devices.
+
+        An equal step has the same mesh sizes and plan, and was compiled by this process
+        before.
+        """
         self._rehearsals.compile(train_step, self._plan, batch)
 
     @property
@@ -362,6 +367,7 @@ class AgentRuntime:
         it before it dispatches `step`.
 
         Raises:
+            LeaveOrdered: the agent has ordered this process to give up its slot.
             RuntimeError: a failure drill injects a failure at this step.
         """
         self._board.set("computing", step)
@@ -389,8 +395,11 @@ class AgentRuntime:
     def finished_step(self, step: int) -> None:
         """Reports to the agent that `step` is finished, before `save` is called for it.
 
-        Also measures the steps since the previous snapshot (`WindowClock`); the cost of
-        snapshots is computed from these times.
+        Also measures the steps since the previous snapshot; the cost of snapshots is
+        computed from these times.
+
+        Raises:
+            LeaveOrdered: the agent has ordered this process to give up its slot.
         """
         self._finished(step)
         stalls = self._manager.stalls_s
@@ -435,14 +444,18 @@ class AgentRuntime:
             )
 
     def should_stop(self, step: int) -> bool:
-        """Whether `step` has reached the step at which the leader stops all hosts."""
+        """Whether the leader has ordered all hosts to stop at `step` or before."""
         stop_at = self._manager.stop_at()
         return stop_at is not None and step >= stop_at
 
     def finish(
         self, step: int, summary: dict[str, Any], state: Any, items: dict[str, Any]
     ) -> None:
-        """Waits for the newest snapshot's copies; adds measured times to `summary`."""
+        """Waits until the newest snapshot has its copies on other hosts.
+
+        Also adds to `summary` the measured seconds of steps and of snapshots, and the
+        interval of snapshots.
+        """
         del step, state, items
         self._tell_running()
         self._manager.wait_until_finished()
@@ -629,8 +642,10 @@ class TrainingThread(threading.Thread):
     def __init__(
         self, train: Callable[[], None], condition: threading.Condition
     ) -> None:
-        """Stores the arguments. The started thread runs `train`, and then notifies
-        `condition`."""
+        """Stores the arguments; `start` starts the thread.
+
+        The thread runs `train`, and then notifies `condition`.
+        """
         super().__init__(name="training", daemon=True)
         self.has_ended = False
         self.error: BaseException | None = None
@@ -735,8 +750,9 @@ class TrainerProcess:
     def _take(self, message: dict[str, Any]) -> None:
         """Queues an order of the agent for `serve`; handles other messages at once.
 
-        The order `leave` also discards queued orders and interrupts training. Called on
-        the receiving thread, which holds the dialogue's `condition`.
+        The order `leave` also discards queued orders, interrupts training, ends this
+        process's collectives, and stops compiling ahead. Called on the receiving
+        thread, which holds the dialogue's `condition`.
         """
         op = message["op"]
         if op == "leave":
@@ -849,8 +865,9 @@ class TrainerProcess:
         return self._is_leaving
 
     def _leave(self, order: dict[str, Any]) -> None:
-        """Carries out the order `leave`: frees the slot, and reports this to the agent.
+        """Carries out the order `leave`: gives up the slot, and tells the agent.
 
+        Also unmaps the arena, and frees the arrays of the training that has ended.
         Afterwards this process can start in a slot again.
         """
         if self._runtime is not None:
@@ -864,10 +881,10 @@ class TrainerProcess:
         gc.collect()
 
     def last_words(self, op: str, **fields: Any) -> None:
-        """Sends the messages `ending` and `op` to the agent, which ends this process.
+        """Sends the messages `ending` and `op` to the agent.
 
-        `fields` are the fields of the message `op`. Waits at most `LAST_WORDS_S` for
-        the agent.
+        `fields` are the fields of the message `op`. Then waits for the agent to end
+        this process, at most `LAST_WORDS_S` s, or until the agent is gone.
         """
         with contextlib.suppress(AgentGone):
             self._dialogue.queue("ending")
@@ -918,13 +935,14 @@ def _keep_stdout_for_people() -> None:
 
 
 def _without_waits(descriptor: int) -> int:
-    """Returns a new descriptor of the same file; a write to it waits for no reader.
+    """Returns a new descriptor of the same file, which does not block if possible.
 
-    A pipe or terminal is opened once more, with O_NONBLOCK: the flag belongs to the
-    open file, which other processes share. A regular file is not opened once more,
-    because it would be written from its beginning. Neither is a socket, or another
-    user's terminal: these cannot be opened. `ForPeople` then waits only if another
-    process fills the buffer just before.
+    A pipe or terminal is opened again, with O_NONBLOCK. Set on `descriptor`, the flag
+    would also hold for other processes, which share its open file. A regular
+    file is only duplicated: opened again, it would be overwritten from its beginning.
+    A file that cannot be opened again, such as a socket or another user's terminal, is
+    only duplicated too. A write to it can block, if another process fills the buffer
+    after `ForPeople` has found room in it.
     """
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY
@@ -962,8 +980,8 @@ class ForPeople(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Writes at most PIPE_BUF bytes; returns how many were written.
 
-        If writing fails or would wait, drops the bytes and returns their number. The
-        first of several dropped lines is logged.
+        If writing fails or would wait, drops the bytes and returns their number. Logs a
+        warning if the write before was not dropped.
         """
         content = memoryview(data)
         try:

@@ -54,8 +54,8 @@ class World:
     def __init__(self, publish: Callable[[Mapping[str, str]], None]) -> None:
         """Connects to nothing yet; `join` joins a world.
 
-        `publish` sends keys of this process's coordination service to the other
-        processes, see `SharedKeys`.
+        `publish` sends keys of this process's coordination service, mapped to values in
+        hexadecimal, to the other processes.
         """
         self.number = 0
         """Number of the joined world; 0 before `join`."""

@@ -79,9 +79,10 @@ def test_survivors_whose_collective_never_ends_keep_their_processes(
 ):
     former = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", f"{ENDLESS}{os.pathsep}{former}")
+    # At step 125 no host waits for copies of a snapshot: all wait in a collective.
     record = drill(
         *(tmp_path, *SHORT, *SPAN, *control("short"), "--spares", "1"),
-        *faults("stop-host:1@100"),
+        *("--checkpoint.interval", "50", *faults("stop-host:1@125")),
     )
     (recovery,) = record["recoveries"]
     assert recovery["rung"] == 0 and recovery["survivors_restarted"] == 0

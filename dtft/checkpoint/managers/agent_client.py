@@ -1,7 +1,8 @@
 """The trainer's client of the memory tier, through the agent of its host.
 
 `AgentCheckpointManager` has the method names of Orbax's CheckpointManager, for dtft's
-own trainers. `AttachedMemory` is a subclass for the processes of a user's own job.
+own trainers. `AttachedMemory` is a subclass for a job whose processes the user starts,
+not the agents.
 """
 
 import contextlib
@@ -32,25 +33,26 @@ ITEM = "interval"
 """Name of the JSON item in which a step records its snapshot interval: the number of
 steps to the next snapshot. Only jobs with an automatic interval save this item."""
 MAX_ITEMS_BYTES = 3 << 20
-"""Largest size in msgpack of the items of a step, in bytes. A push sends them with the
-step's digests in one header of at most 16 MiB, and a host reports those of up to 4
-steps at a time."""
+"""Largest size in msgpack of the JSON items of a step, in bytes. A push sends the items
+with the step's digests in one header of at most 16 MiB, and a host reports the items of
+up to 4 steps at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveArgs:
-    """What one save writes: arrays, and JSON values beside the arrays (items).
+    """What one save writes: arrays by leaf path, and JSON values by name (items).
 
-    Also has times measured since the last snapshot, for an automatic interval.
+    Also has the wall times in seconds of the steps since the last snapshot, from which
+    the leader chooses an automatic snapshot interval.
     """
 
     arrays: Mapping[str, jax.Array | np.ndarray]
-    """Maps leaf path to a ready global array, or to a numpy array that every process
-    has whole."""
+    """Maps leaf path to a global array that is already computed, or to a numpy array
+    that every process has whole."""
     items: Mapping[str, Any] = field(default_factory=dict)
     """JSON values saved beside the arrays, such as the data position, by name."""
     window: Window | None = None
-    """Times measured since the last snapshot, from which the leader chooses an
+    """Wall times of the steps since the last snapshot, from which the leader chooses an
     automatic snapshot interval; None without measurements."""
 
 
@@ -122,8 +124,9 @@ class AgentCheckpointManager:
         """Sends the state's layout (mesh and leaves) to the agent, and maps the arena.
 
         The arena is memory that the agent shares with this process. The agent answers
-        with the arena's path and its restore order: the step to restore, and its source
-        (memory, storage, or the initial state instead of a step).
+        with its restore order. The order has the arena's path, the step to restore, and
+        the source of that step: memory or storage. It may also say that the job starts
+        from the initial state instead of a step.
 
         Raises:
             TimeoutError: the agent did not answer in time.
@@ -215,8 +218,9 @@ class AgentCheckpointManager:
     def save(self, step: int, *, args: SaveArgs) -> bool:
         """Copies a step into memory shared with the agent; agents replicate it.
 
-        A chunk (a part of an array's bytes) is not written if it is the same as in the
-        last two saves. The arrays may be donated when this method has returned.
+        A chunk (a part of an array's bytes) is not written if its digest is the same as
+        in the last two saves. The step then shares the chunk's memory with the last
+        save. The arrays may be donated when this method has returned.
 
         Args:
             step: number of the step.
@@ -396,7 +400,7 @@ class NotBrought(RuntimeError):
 
 
 class AttachedMemory(AgentCheckpointManager):
-    """The memory tier of one process of a user's job, through the agent of its host.
+    """The memory tier of one process that the user started, through its host's agent.
 
     Extends `AgentCheckpointManager`: waits for all processes of the job, finds and
     reads committed steps, requests writes to storage, and reports why the agent has
@@ -412,7 +416,7 @@ class AttachedMemory(AgentCheckpointManager):
 
         Args:
             attached: the link to the agent that has accepted this process.
-            slot: the index of this process, which is also its slot.
+            slot: the index of this process in the job, which is also its slot.
             chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
             directory: the directory of the storage tier.
 
@@ -451,7 +455,15 @@ class AttachedMemory(AgentCheckpointManager):
             raise
 
     def _take_part(self) -> None:
-        """Waits until the job is formed, and tells the agent that this process runs."""
+        """Waits until all processes have attached, and reports that this one runs.
+
+        The report goes to the agent, which has named the step that can be restored.
+        This step counts as the step saved last until the first save.
+
+        Raises:
+            TimeoutError: some processes did not attach in time.
+            AgentGone: the agent has ended, or has detached this process.
+        """
         try:
             self._dialogue.wait(lambda: self._formed is not None, "the job")
         except TimeoutError as error:
@@ -493,11 +505,12 @@ class AttachedMemory(AgentCheckpointManager):
             super().take(message)
 
     def announce(self, layout: Layout) -> None:
-        """Sends the state's layout (mesh and leaves), as in the superclass.
+        """Sends the state's layout (mesh and leaves) to the agent, and maps the arena.
 
-        If the agent then orders a start from the initial state, no step counts as saved
-        or committed. The agent also orders such a start if the step in memory has
-        another layout.
+        The arena is memory that the agent shares with this process. If the agent
+        answers that the job starts from the initial state, no step counts as saved or
+        committed. The agent also answers so if the step in memory has another layout.
+        For the errors, see the superclass.
         """
         super().announce(layout)
         assert self._order is not None
@@ -508,7 +521,11 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def in_memory(self) -> int | None:
-        """The newest committed step if the agents' memory has it, else None."""
+        """The newest committed step, if it is in the agents' memory.
+
+        None if no step is committed. Also None if the newest committed step is the one
+        that could be restored when this process attached, and was only in storage.
+        """
         with self._dialogue.condition:
             step = self._committed
         assert self._formed is not None
@@ -527,7 +544,7 @@ class AttachedMemory(AgentCheckpointManager):
 
     @property
     def is_replicating(self) -> bool:
-        """Whether the step saved last still lacks copies, so it is not safe yet."""
+        """Whether the step saved last is not safe yet: some copies are not verified."""
         with self._dialogue.condition:
             return self._released < self._saved
 
@@ -545,8 +562,9 @@ class AttachedMemory(AgentCheckpointManager):
 
         Returns:
             A dict with `arena`, the path of the shared memory; `buffers`, the number of
-            each chunk's buffer, one byte per chunk; `digests` of each slice; `layout`
-            (mesh and leaves) as JSON; and `items`, the JSON values of the step.
+            each chunk's buffer, one byte per chunk; `digests`, for each slice 16 bytes
+            per chunk; `layout` (mesh and leaves) as JSON; and `items`, the JSON values
+            of the step.
 
         Raises:
             NotHeld: this host's agent does not hold the step.
@@ -701,8 +719,9 @@ class AttachedMemory(AgentCheckpointManager):
     def _detach(self) -> None:
         """Closes the link to the agent, and unmaps the memory that is shared with it.
 
-        Without the message of `leave` before, the agent reports that this process has
-        gone, if it had its slot already. Then the job's other processes do not wait.
+        `leave` sends the agent a message before this call. Without this message, the
+        agent reports that the process has gone, if the process already had its slot.
+        The job's other processes then do not wait for it.
         """
         self._attached.link.close()
         self._dialogue.close()

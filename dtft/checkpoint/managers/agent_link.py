@@ -132,15 +132,16 @@ def _trusted() -> tuple[int, int]:
 _LENGTH = struct.Struct("<I")
 _LARGEST = 256 << 20
 _READ_BYTES = 64 << 10
-"""Least number of bytes requested from the socket at once: usually whole messages."""
+"""Least number of bytes requested from the socket at once; most messages have fewer."""
 
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """Yields a short address of a Unix socket, valid while the context lasts.
+    """Gives a short address of a Unix socket, valid until the `with` block ends.
 
-    An address has at most 107 bytes, but the path of a socket may be longer. So the
-    address names the socket's directory by the number of an open file descriptor.
+    An address has at most 107 bytes, but the path of a socket may be longer. The
+    address is /proc/self/fd/N/NAME, with an open descriptor N of the socket's
+    directory and the socket's NAME in it.
     """
     directory = os.open(path.parent, os.O_DIRECTORY)
     try:
@@ -171,8 +172,9 @@ def serve_links(
 ) -> None:
     """Accepts connections on a background thread until the listener is shut down.
 
-    Shutting the listener down ends a waiting `accept`; closing alone does not. After an
-    error that may pass, such as too many open files, the thread pauses and goes on.
+    The caller ends the thread with `listener.shutdown`; `listener.close` alone does not
+    wake it. After another error, such as too many open files, the thread pauses for
+    `ACCEPT_AGAIN_S` (0.5) seconds and goes on.
 
     Args:
         listener: from `listen_for_links`.
@@ -380,9 +382,9 @@ class AgentLink:
 class Outbox:
     """A queue of messages that a thread sends in order, so that callers never wait.
 
-    A caller that sent the messages itself could lose time. A send wakes the other
-    process, which on a busy machine may run before the sender continues. A send to a
-    process that does not read blocks, which an event loop must not do.
+    A send on the thread of the caller could delay the caller. A send wakes the other
+    process, which on a busy machine may run before the caller continues. A send to a
+    process that does not read blocks, and would block an event loop.
     """
 
     def __init__(
@@ -442,7 +444,10 @@ class Outbox:
             self._messages.put(None)
 
     def join(self, limit_s: float) -> None:
-        """Waits until the thread has ended, for at most `limit_s` seconds."""
+        """Waits until the thread has ended, for at most `limit_s` seconds.
+
+        Returns also if the thread then still runs.
+        """
         self._thread.join(limit_s)
 
     def _run(self) -> None:
@@ -730,8 +735,8 @@ def _connect(path: Path) -> AgentLink:
 
 
 LAST_WORDS_S = 1.0
-"""Longest wait in seconds, after a failed send, for a message in which the agent gives
-the reason."""
+"""Longest wait in seconds, after a failed send, for a message in which the agent says
+why it has ended or has detached this process."""
 
 
 class AgentGone(RuntimeError):
@@ -746,7 +751,7 @@ class Dialogue:
 
     Every wait has a limit. A wait ends at once if the agent has ended, or has sent a
     message that this process cannot handle; after such a message nothing is received.
-    A thread can be interrupted, so that it neither waits nor sends from then on.
+    After `interrupt` of a thread, its waits and sends raise an error.
     `condition` guards the state that messages change. `agent_client` defines the
     messages.
     """
@@ -800,7 +805,10 @@ class Dialogue:
                 self.condition.notify_all()
 
     def interrupt(self, thread: threading.Thread, error: type[Exception]) -> None:
-        """Makes each wait, send and `check` of a thread raise `error` from now on."""
+        """Makes each wait, send and `check` of a thread raise `error` from now on.
+
+        A wait in progress on this thread ends at once and raises `error`, too.
+        """
         with self.condition:
             self._interrupted[thread] = error
             self.condition.notify_all()
@@ -833,14 +841,14 @@ class Dialogue:
 
         Args:
             ready: the awaited condition; called with `condition` held.
-            what: names the awaited event in the error.
+            what: the awaited event, for the text of the TimeoutError.
             limit_s: limit in seconds; by default `deadline_s`.
-            limit: names the option of `limit_s` in the error.
+            limit: name of the option that sets the limit, for the same text.
 
         Raises:
             TimeoutError: `ready` did not return True in time.
             AgentGone: the agent has ended, or has detached this process.
-            Exception: the error of `interrupt`.
+            Exception: the error of `interrupt`, if the calling thread is interrupted.
         """
         limit_s = self.deadline_s if limit_s is None else limit_s
         thread = threading.current_thread()
@@ -861,7 +869,7 @@ class Dialogue:
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
-            Exception: the error of `interrupt`.
+            Exception: the error of `interrupt`, if the calling thread is interrupted.
         """
         with self.condition:
             self._raise_interruption()
@@ -878,7 +886,7 @@ class Dialogue:
         The thread sends queued messages in order.
 
         Raises:
-            Exception: the error of `interrupt`.
+            Exception: the error of `interrupt`, if the calling thread is interrupted.
         """
         with self.condition:
             self._raise_interruption()

@@ -76,6 +76,9 @@ def shardings_json(shardings: Sequence[Sharding | None]) -> dict[str, Any]:
         dim. `leaves` has for each leaf an index into `specs`, or `ELSEWHERE` (-1) if
         the leaf's sharding is not a NamedSharding over devices of all processes.
 
+    In the example, the second leaf has spec 0: dim 0 is undivided, and axis "x" of
+    mesh 0 divides dim 1.
+
     >>> mesh = jax.make_mesh((8,), ("x",), (AxisType.Auto,))
     >>> found = shardings_json([None, NamedSharding(mesh, PartitionSpec(None, "x"))])
     >>> found["leaves"], found["specs"], found["meshes"][0]["names"]
@@ -194,10 +197,11 @@ def renumbered(
 def placed(
     record: Record, wanted: Mapping[str, RestoreTarget | None]
 ) -> dict[str, RestoreTarget | None]:
-    """Returns `wanted`, where array targets without a sharding get the saved sharding.
+    """Returns `wanted` with the saved sharding for array targets without a sharding.
 
-    A target stays unchanged if its leaf was saved without a sharding, or if its item
-    has a `RestoreTarget.fallback`: the sharding of all targets without a sharding.
+    A target stays unchanged if its leaf was saved without a sharding. All targets of an
+    item stay unchanged if the item has a `RestoreTarget.fallback`, because its targets
+    without a sharding later get the fallback's.
 
     Args:
         record: describes the saved step: its items, leaves and shardings.
@@ -238,11 +242,14 @@ def _item_placed(
 
 
 def _refuse_lost(record: Record, number: int) -> None:
-    """Raises ValueError if the leaf at `number` in `record.leaves` had a sharding.
+    """Raises ValueError for a leaf that was saved with a sharding, else does nothing.
 
-    Called for leaves whose sharding `shardings_had` could not decode: a leaf that was
-    saved with a sharding then needs devices that this run lacks. Does nothing for a
-    leaf that was saved without a sharding.
+    Called for leaves to which `shardings_had` gives None. If such a leaf was saved with
+    a sharding, this run lacks devices of its mesh.
+
+    Args:
+        record: describes the saved step: its items, leaves and shardings.
+        number: position of the leaf in `record.leaves`.
     """
     raw = record.shardings
     if raw is None or raw["leaves"][number] == ELSEWHERE:
@@ -386,7 +393,7 @@ class JobSteps:
     """
 
     def __init__(self, directory: epath.Path, options: ReplicatedOptions) -> None:
-        """Lists the directory, attaches to this host's agent and waits for the others.
+        """Lists the directory, attaches to this host's agent, waits for all processes.
 
         Args:
             directory: the directory of the storage tier.
@@ -574,10 +581,10 @@ class JobSteps:
         saved: Layout,
         abstract: dict[str, Any],
     ) -> dict[str, Any]:
-        """Reads the leaves in `abstract` from memory.
+        """Reads the leaves in `abstract` from the agents' memory.
 
-        A process reads only the memory of its own agent if all processes have the
-        slices that their shardings need. Otherwise the agents fetch slices from peers.
+        If every process has saved the slices that its requested shardings need, each
+        reads the memory of its own agent. Otherwise the agents fetch slices from peers.
 
         Args:
             found: where the step is in this host's memory, from
@@ -665,9 +672,13 @@ class JobSteps:
     def wait_until_finished(self) -> None:
         """Waits until the step saved last is committed.
 
-        Waits also until a running write to storage has ended. Does not wait before a
-        first save has succeeded. Raises the errors of `check_for_errors`. Raises
-        TimeoutError if the wait takes longer than twice `storage_timeout_s`.
+        Waits also until a running write to storage has ended. Does not wait before the
+        first save.
+
+        Raises:
+            AgentGone: the agent has ended, or has detached this process.
+            StorageFailed: a write to storage failed.
+            TimeoutError: the wait took longer than twice `storage_timeout_s`.
         """
         if self._has_saved:
             self._flush(store=False)
@@ -675,8 +686,12 @@ class JobSteps:
 
     @property
     def _has_saved(self) -> bool:
-        """Whether this run has a step to wait for: saved by it or, after a first save
-        that failed, restorable from memory."""
+        """Whether this run has begun a save and there is a step to wait for.
+
+        This step is `AttachedMemory.saved`: the step saved last. If the first save
+        failed, it is the step that could be restored at the start of this run; if there
+        was none, the result is False.
+        """
         return self._layout is not None and self._memory.saved is not None
 
     def _flush(self, *, store: bool) -> str:
@@ -685,9 +700,12 @@ class JobSteps:
         return self._memory.flush(self._memory.saved, store=store, limit_s=limit_s)
 
     def check_for_errors(self) -> None:
-        """Raises AgentGone if the agent is gone, or StorageFailed for a failed write.
+        """Raises the error of an agent that has gone, or of a failed write to storage.
 
-        Of several failed writes since the last call, only the last is raised.
+        Raises:
+            AgentGone: the agent has ended, or has detached this process.
+            StorageFailed: a write to storage has failed since the last call. Of several
+                such failures, only the last is raised.
         """
         self._memory.check()
         errors, self._memory.storage_errors = self._memory.storage_errors, []

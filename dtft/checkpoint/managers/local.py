@@ -87,8 +87,8 @@ class Storing:
         self._replaced: tuple[int, ...] = ()
         """Stored steps that are deleted once the step being written is stored."""
         self._waiting: list[Version] = []
-        """Versions that wait to be written, pinned so that no save reuses their
-        buffers. At most one, and when the manager closes also the newest step."""
+        """Steps in memory that wait to be written to storage, pinned so that no save
+        reuses their buffers. At most one, and on `close` also the newest step."""
         self._closing = False
         self._failure: tuple[int, str] | None = None
         """(step, reason) of the last failure that was not raised yet."""
@@ -108,8 +108,9 @@ class Storing:
         """Queues a step for storage if the step is due, or if `at_once` is True.
 
         A queued step replaces the step that waits in the queue. If the step is not
-        queued, starts an exporter (the process that writes to storage) unless one
-        exists. Called after the step was committed to memory.
+        queued and no exporter (the process that writes to storage) runs, starts one.
+        It is then ready when the interpreter exits: the newest step is written then,
+        but no thread can be started. Called after the step was committed to memory.
 
         Args:
             version: the step in memory.
@@ -319,8 +320,10 @@ class Storing:
         """Waits until no step is being written or waits to be written.
 
         Raises:
-            StorageFailed: a write failed, also an earlier write whose failure was not
-                raised yet; or the wait took too long.
+            StorageFailed: a write failed during the wait, or before it without having
+                been raised; or the wait took longer than its limit. The limit is
+                `storage_timeout_s` + `EXPORTER_START_S` (60) seconds, times the number
+                of pending writes.
         """
         self._wait_idle()
         self.check()
@@ -403,7 +406,7 @@ class Storing:
         A pending write of this step is dropped, unless it has begun.
 
         Raises:
-            StorageFailed: the pending writes take too long.
+            StorageFailed: the pending writes take longer than the limit of `wait`.
         """
         for version in [one for one in self._waiting if one.step == step]:
             self._waiting.remove(version)
@@ -434,7 +437,7 @@ class Storing:
 
 
 def _short(error: str) -> str:
-    """Shortens an error to its first line, at most 300 characters and "..."."""
+    """Returns the first line of an error; cuts a long line to 300 characters, "..."."""
     line = error.partition("\n")[0]
     return line if len(line) < 300 else f"{line[:300]}..."
 
@@ -442,8 +445,8 @@ def _short(error: str) -> str:
 class Reader:
     """A reader of steps: from memory, or from storage if memory lacks the step.
 
-    The caller of every method holds the condition of `storing`. A copy in memory with a
-    wrong byte is never returned.
+    The caller of every method holds the condition of `storing`. A step in memory
+    that does not match its digests is never returned.
     """
 
     def __init__(self, versions: Versions, storing: Storing) -> None:
@@ -588,9 +591,11 @@ class LocalSteps:
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step with the best metrics; without `best_fn` the newest step.
+        """Returns the step with the highest score; without `best_fn` the newest step.
 
-        Returns None if there is no step, or if with `best_fn` no step has metrics.
+        A score is the value of `best_fn` for a step's metrics, negated if `best_mode`
+        is "min". Returns None if there is no step, or if with `best_fn` no step has
+        metrics.
         """
         if self._options.best_fn is None:
             return self.newest()

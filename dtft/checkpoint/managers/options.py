@@ -41,8 +41,9 @@ None for all. Set ReplicatedOptions(max_to_keep=...).
     """
 
     save_interval_steps: int | Literal["auto"] = 1
-    """`save` copies the first step and every multiple of this number into memory.
-    `auto`: the shortest interval that `stall_budget` allows, from measured saves."""
+    """`save` copies every multiple of this number into memory, and any step while no
+    step is saved. `auto`: the shortest interval that `stall_budget` allows, computed
+    from the measured times of saves and steps."""
     stall_budget: float = Automatic.budget
     """With `auto`: the wall time that saves may add, as a fraction of the steps' own
     wall time."""
@@ -186,8 +187,8 @@ def _number(name: str, value: Any, below: float) -> float:
 def is_due(cadence: Cadence, step: int, latest: int | None) -> bool:
     """Whether a step is due to be saved.
 
-    As in Orbax, the first step is due, and then every step of the cadence that is above
-    the newest step.
+    As in Orbax, every step is due while no step is saved. Afterwards a step is due if
+    it is in the cadence and above the newest step.
 
     Args:
         cadence: the steps after which a save is due.
@@ -209,8 +210,13 @@ def is_storage_due(
     """Whether a step that was saved into memory is due to be written to storage.
 
     It is due if a multiple of `options.storage_interval_steps` is above `last_stored`
-    and at most `step`. `last_stored` is the last step that was due, or at first the
-    newest step in storage. Every step is due if `last_stored` is None.
+    and at most `step`.
+
+    Args:
+        options: of the checkpoint manager.
+        step: the step that was saved.
+        last_stored: the last step that was queued for storage; before that, the newest
+            step in storage. None if there is neither: the step is then due.
 
     >>> options = ReplicatedOptions(storage_interval_steps=10)
     >>> [is_storage_due(options, 12, last) for last in (None, 9, 10)]
@@ -263,7 +269,8 @@ def chosen_step(step: int | None, steps: Collection[int], places: str) -> int:
     Args:
         step: the requested step; None for the newest step.
         steps: the steps that can be restored.
-        places: the text of the error after "is neither in": "memory nor in DIRECTORY".
+        places: where steps can be, for the error. Follows "is neither in", so it is
+            text such as "memory nor in DIRECTORY".
 
     Raises:
         FileNotFoundError: `steps` does not have the step, or is empty.

@@ -94,7 +94,7 @@ class ProgressBoard:
         moment with the time of another.
 
         Args:
-            phase: the phase that starts now; for "" no start time is written.
+            phase: the phase that starts now; for "" (no phase) the cell becomes 0.
             now_ns: `time.monotonic_ns()`, a clock shared by all processes of a machine.
         """
         self.set("phase", now_ns << _PHASE_BITS | _NUMBER[phase] if phase else 0)

@@ -175,14 +175,20 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step with the best metrics; without `best_fn` the newest step.
+        """Returns the step with the highest score; without `best_fn` the newest step.
 
-        Returns None if there is no step, or if with `best_fn` no step has metrics.
+        A score is the value of `best_fn` for a step's metrics, negated if `best_mode`
+        is "min". Returns None if there is no step, or if with `best_fn` no step has
+        metrics.
         """
         return self._work.best_step()
 
     def reload(self) -> None:
-        """Lists the directory again, to find the changes of other writers."""
+        """Lists the directory again, to find the changes of other writers.
+
+        In a job of several processes, every process makes the same call, which waits
+        like `all_steps`.
+        """
         self.all_steps(read=True)
 
     def reached_preemption(self, step: int) -> bool:
@@ -271,8 +277,9 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
 
         Raises:
             FileNotFoundError: `all_steps()` does not have the step, or is empty.
-            ValueError: `args` does not fit the saved step; the manager is closed; or
-                (`Corrupt`) the only copy of `step` is corrupt.
+            ValueError: the tree, a shape, a dtype or a sharding of `args` does not fit
+                the saved step; the manager is closed; or (`Corrupt`) the only copy of
+                `step` is corrupt.
             RuntimeError: in a job of several processes, this host's copy is corrupt
                 (`CorruptCopy`, `CorruptItems`), the agents could not provide slices
                 for other shardings (`NotBrought`), or the agent has ended or has
@@ -293,11 +300,18 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         leaves of steps in memory have shardings. In a job of several processes, leaves
         of stored steps have shardings, too, if this run has the devices of their mesh.
         For a step that stock Orbax wrote, the result is Orbax's item metadata.
+
+        Raises:
+            FileNotFoundError: `all_steps()` does not have the step.
         """
         return self._work.item_metadata(step_number(step))
 
     def metadata(self, step: int | None = None) -> Any:
-        """Returns Orbax's metadata of a step; of the directory if `step` is None."""
+        """Returns Orbax's metadata of a step; of the directory if `step` is None.
+
+        Raises:
+            FileNotFoundError: `all_steps()` does not have the step.
+        """
         return self._work.metadata(None if step is None else step_number(step))
 
     def metrics(self, step: int) -> Any:

@@ -1,7 +1,7 @@
 """Measures the cost of saves in one process, to adapt the interval between saves.
 
-A save begins when the arrays to save are computed, and ends when they are saved. The
-time between two saves is the time of the training steps between them. From both times,
+The time of a save begins when the arrays to save are computed, and ends when they are
+saved. The time between two saves is that of the training steps. From these two times,
 `dtft.checkpoint.replication.snapshot_interval` chooses an automatic interval.
 """
 
@@ -23,9 +23,11 @@ from dtft.checkpoint.replication import (
 
 
 class SaveClock:
-    """The interval between saves; an automatic interval is adapted to measured saves.
+    """Decides after which steps a save is due (`cadence`).
 
-    With a fixed interval nothing is measured.
+    An automatic interval is computed anew after each save but the first, from the
+    measured times of saves and training steps. With a fixed interval nothing is
+    measured.
     """
 
     def __init__(
@@ -38,8 +40,8 @@ class SaveClock:
 
         Args:
             interval: steps between saves; None for an automatic interval.
-            allowed: for an automatic interval, the fraction of the time that saves may
-                cost, and the longest interval.
+            allowed: for an automatic interval, the wall time that saves may add, as a
+                fraction of the steps' wall time, and the longest interval in steps.
             clock: returns seconds on a monotonic clock.
 
         Raises:
@@ -74,7 +76,8 @@ class SaveClock:
 
         Args:
             step: the step that is saved.
-            args: the argument `args` of `save`, with the arrays of the step.
+            args: the argument `args` of the checkpoint manager's `save`, with the
+                arrays of the step.
         """
         if not self._automatic:
             yield
@@ -101,7 +104,10 @@ class SaveClock:
 
 
 def _arrays(args: Any) -> list[jax.Array]:
-    """Lists the jax arrays in the argument `args` of `save`, except deleted arrays."""
+    """Lists the jax arrays that a save would write, except deleted arrays.
+
+    `args` is the argument `args` of the checkpoint manager's `save`.
+    """
     parts = args.values() if isinstance(args, ocp.args.Composite) else [args]
     leaves = jax.tree.leaves([getattr(part, "item", None) for part in parts])
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]

@@ -95,8 +95,8 @@ class Arena:
     def reserve(cls, path: Path, size: int, before: "Arena | None") -> "Arena":
         """Returns `before` if it is large enough, else removes it and creates an arena.
 
-        The new arena has `size` bytes at `path`. A background thread maps all its pages
-        (`prefault`).
+        `before` is an arena of this process, or None. The new arena has `size` bytes at
+        `path`. A background thread maps all its pages (`prefault`).
 
         Raises:
             OSError: too little memory (the message has the bytes needed and available),
@@ -286,7 +286,11 @@ class AlignedAllocator:
     """
 
     def __init__(self, total: int) -> None:
-        """Allocates nothing yet; all calls of `take` together request `total` bytes."""
+        """Allocates nothing yet.
+
+        `total` is the expected sum of the bytes that the calls of `take` request. It
+        only limits the size of the slabs; `take` may request more.
+        """
         self._left = total
         self._slab = np.empty(0, np.uint8)
 

@@ -28,8 +28,8 @@ class BufferRefCounts:
     A chunk is a part of a slice's bytes. Every chunk has the same number of buffers,
     numbered from 0. A version (the chunks of one step) refers to one buffer of each of
     its chunks, and versions that share a chunk refer to the same buffer. A buffer is
-    free when no version refers to it. All operations are vectorised over the chunks, so
-    a version of 10^5 chunks costs little.
+    free when no version refers to it. All operations are vectorised over the chunks,
+    because a version may have 10^5 chunks.
 
     In the example, 255 (`ABSENT`) means that the version `second` does not have chunk
     0. The third `acquire` returns None, because both buffers of chunk 1 are in use. In
@@ -214,7 +214,7 @@ class ChunkPool:
         ]
 
     def parts(self, copy: Copy, index: int) -> Parts:
-        """Returns the memory of a copy's slice `index`, in the fewest pieces."""
+        """Returns the memory of a copy's slice `index` in as few pieces as possible."""
         return self.chunks.parts(self._memory(), copy.buffers, index)
 
     def chunk(self, buffers: np.ndarray, number: int) -> memoryview:
@@ -229,9 +229,9 @@ class ChunkPool:
         return self.chunks.chunk(self._memory(), buffer, number)
 
     def held(self, copy: Copy) -> Iterator[tuple[Slice, Parts, bytes]]:
-        """Yields each slice of a copy, with its memory and its digests; reads no bytes.
+        """Yields each slice that a copy has, with its memory and digests.
 
-        A slice with a chunk that was found corrupt is left out.
+        Reads no bytes. A slice with a chunk that was found corrupt is left out.
         """
         wrong = self.chunks.owners_of(self.rotten_in(copy)) if self.rotten else ()
         for index, digests in enumerate(copy.digests):
@@ -244,8 +244,9 @@ class ChunkPool:
         Args:
             copy: the copy.
             index: index of the slice. If the copy lacks the slice, the result is False.
-            read: the digests of chunks that were just read. A chunk in `read` is not
-                read again. The method adds the digests of the chunks that it reads.
+            read: maps (buffer number, chunk number) to the digest of the bytes there.
+                A chunk in `read` is not read again; the digests of all other chunks of
+                the slice are computed and added.
         """
         if not copy.digests[index]:
             return False

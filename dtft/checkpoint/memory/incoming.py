@@ -22,8 +22,9 @@ _LACKING, _ARRIVING, _HERE = 0, 1, 2
 class Receiving:
     """A push in progress: slices of a step that a peer's slot sends to this host.
 
-    A push is given up if its step is dropped, if a push of other digests replaces it,
-    or if another push needs its memory. Chunks that still arrive are then discarded.
+    A push is given up if its step is dropped, if a push with other digests for the same
+    step and slot replaces it, or if another push needs its memory. Chunks that still
+    arrive are then discarded.
     """
 
     def __init__(
@@ -46,10 +47,9 @@ class Receiving:
         self._expected = b"".join(digests)
 
     def keep(self, copy: Copy) -> None:
-        """Takes over the chunks of an older copy that have the digests of this push.
+        """Shares an older copy's buffer for each chunk with the same digest in both.
 
-        The push shares the buffers of these chunks. The chunks count as received, so
-        the peer does not send them.
+        These chunks count as received, so the peer does not send them.
         """
         same = self.pool.unchanged(copy, self.digests)
         self.buffers[same], self.states[same] = copy.buffers[same], _HERE
@@ -184,7 +184,9 @@ class Hosting:
             * This host is not to keep copies for `source`.
             * The number of digests is wrong.
             * A copy of the same step and slot is complete; it is never overwritten.
-            * Another connection carries other digests for this step and slot.
+            * Another connection carries other digests for this step and slot. (An
+              unfinished push with other digests that no connection carries is given up
+              instead.)
             * There is no free memory (buffer) for a chunk.
         """
         pool = self.pools.get(source)

@@ -167,7 +167,7 @@ class Version:
     """The sharding of each leaf that is a jax array; None for other leaves."""
 
     def views(self) -> list[memoryview]:
-        """Returns the memory of each leaf."""
+        """Returns the memory of each leaf, in the order of `record.leaves`."""
         return [
             self.memory.view(buffer, index)
             for index, buffer in enumerate(self.buffers.tolist())
@@ -205,8 +205,8 @@ class Versions:
         self._log = MemoryCommitLog()
         self._versions: dict[int, Version] = {}
         self._memories: list[LeafMemory] = []
-        """The memories of steps with different leaf shapes; the last memory is used
-        for the next step."""
+        """One memory for each group of steps with equal leaf paths, shapes and dtypes.
+        The last one is that of the step written last."""
         self._trusted = True
 
     @property
@@ -215,7 +215,9 @@ class Versions:
         return tuple(sorted(self._versions))
 
     def get(self, step: int) -> Version:
-        """Returns the version of a step in memory; its bytes are not checked.
+        """Returns where a step's leaves are in memory, with their digests.
+
+        The bytes are not checked.
 
         Raises:
             KeyError: the step is not in memory.
@@ -233,6 +235,9 @@ class Versions:
             step: the step; not in memory yet.
             record: describes the save: its items and leaves.
             values: the values of the leaves, in the order of `record.leaves`.
+
+        Returns:
+            Where the leaves are in memory, and their digests.
 
         Raises:
             OSError: too little memory; the message has the bytes needed and available.
@@ -260,12 +265,14 @@ class Versions:
         memory: LeafMemory,
         buffers: np.ndarray,
     ) -> Version:
-        """Writes to `buffers` the leaves that may differ from the step written before.
+        """Makes the `Version` of a new step; copies the leaves that may have changed.
 
-        A leaf that changed in the previous step is copied and digested. Any other leaf
-        is first compared with its saved digests or bytes, and copied if it differs. All
+        The previous step is the one written before. A leaf that had changed in the
+        previous step is copied to `buffers` and digested. Any other leaf is first
+        compared with its saved digests or bytes, and copied only if it differs. All
         leaves are copied if the previous step is not in `memory`, or after `distrust`.
-        The result refers to the old buffer of each unchanged leaf.
+        If a leaf has the digests of the previous step, the result refers to the
+        previous step's buffer of this leaf, even if the leaf was copied.
 
         Args:
             step: the step.
@@ -308,7 +315,8 @@ class Versions:
         """Reads a step and checks every byte against the digests and the commit.
 
         Returns:
-            The version, and an array per leaf that is a view of the memory.
+            The step's `Version` (its record, buffers and digests), and for each leaf an
+            array that is a view of the memory.
 
         Raises:
             KeyError: the step is not in memory.
@@ -375,10 +383,10 @@ class Versions:
         return self._memories[-1]
 
     def _trim(self) -> None:
-        """Frees unused memory of steps whose leaves had other shapes.
+        """Frees the unused memory for leaf shapes other than those of the last `write`.
 
-        The memory for the leaf shapes seen last stays reserved, because the next steps
-        use it.
+        The memory for the shapes of the last `write` stays reserved, because the next
+        steps use it.
         """
         former = [memory for memory in self._memories[:-1] if not memory.trim()]
         self._memories[:-1] = former

@@ -2,8 +2,8 @@
 
 A chunk is a part of a slice's bytes, and a buffer is memory for one chunk. To stage a
 step is to give it buffers, which the trainer then writes. A step shares the buffers of
-its unchanged chunks with the step before. A pin keeps the bytes of a copy while an
-export to storage reads them, or while a restore writes them. Only `Restoring` is
+its unchanged chunks with the step before. A pin prevents that the memory of a copy is
+reused while an export to storage reads it, or a restore writes it. Only `Restoring` is
 thread-safe.
 """
 
@@ -35,9 +35,9 @@ class Room:
 class _Staging:
     """A step that the trainer is writing into `buffers`.
 
-    `base` is the newest copy, whose unchanged chunks the step may share, or a copy
-    without chunks if no copy can be shared. Until the step is recorded, its buffers and
-    those of `base` are not reused.
+    `base` is the newest copy, whose unchanged chunks the step may share. If there is no
+    copy, or the newest has a corrupt chunk, `base` is a copy without chunks. Until the
+    step is recorded, its buffers and those of `base` are not reused.
     """
 
     base: Copy
@@ -67,9 +67,12 @@ class Owning:
 
         A step that was begun before and not recorded by `staged` is cancelled.
 
+        Returns:
+            The buffer of each chunk, and the step whose buffers may be shared.
+
         Raises:
-            RuntimeError: all buffers of a chunk are in use, because a commit, an export
-                or a restore that was given up is stuck.
+            RuntimeError: all buffers of a chunk are in use, because a commit or an
+                export does not end, or a restore that was given up still writes.
         """
         for asked in list(self._staging):
             self._cancel(asked)  # the only trainer writes one step at a time
@@ -97,11 +100,12 @@ class Owning:
 
         Args:
             step: the step, after its `begin_stage`.
-            digests: digests of each own slice; empty for a slice that was not copied.
+            digests: for each own slice 16 bytes per chunk; b"" for a slice that was not
+                copied.
             items: the JSON values of the step, such as the data position.
             kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
-                the step `Room.base` and shares its buffer. b"" if every chunk was
-                written.
+                the base step, which `begin_stage` returned (`Room.base`), and shares
+                its buffer. b"" if every chunk was written.
         """
         staging, chunks = self._staging.pop(step), self.pool.chunks
         is_kept = unpack_flags(kept, chunks.num_chunks)
@@ -193,7 +197,7 @@ class Owning:
 
         Args:
             pin: a number from the method `pin`, which keeps the copy's bytes.
-            digests: slice key to digests, for each fetched slice.
+            digests: slice key to digests (16 bytes per chunk) of each fetched slice.
 
         Raises:
             KeyError: the pin has ended.
@@ -296,7 +300,8 @@ class Owning:
         No other step gets this memory, even if the copy is dropped or replaced.
 
         Returns:
-            The number of a pin that has the memory of these slices, but no digests.
+            The number of the pin, for `unpin`. The pinned copy has the memory of these
+            slices, but no digests.
         """
         mask = self.pool.chunks.mask([self.pool.index[piece] for piece in slices])
         kept = self._nothing()
@@ -311,9 +316,9 @@ class Owning:
 class Restoring:
     """A restore in progress, which writes slices into one copy of a step. Thread-safe.
 
-    A newer restore may drop or replace the copy meanwhile. Until the `with` block ends,
-    no other step gets the memory of the missing slices, and what is recorded belongs to
-    this copy. So a restore that was given up changes no other copy.
+    A newer restore may drop or replace the copy meanwhile. This object still changes
+    only its own copy: `restored` records digests in this copy, and until the `with`
+    block ends, no other step gets the memory of the missing slices.
     """
 
     def __init__(
@@ -323,7 +328,7 @@ class Restoring:
         step: int,
         missing: Sequence[Slice],
     ) -> None:
-        """Guards the memory of the missing slices; the lock must be held.
+        """Pins the memory of the missing slices; the caller must hold the lock.
 
         Args:
             own: this host's copies of its own slices.
@@ -332,7 +337,7 @@ class Restoring:
             missing: the slices that the caller fetches or assembles.
         """
         self.missing = tuple(missing)
-        """The own slices to fetch or assemble."""
+        """This host's own slices that the caller must fetch or assemble."""
         self.chunk_bytes = own.pool.chunks.chunk_bytes
         """Size of a chunk in bytes; every chunk has its own digest."""
         self._own, self._lock = own, lock
@@ -366,8 +371,9 @@ class Restoring:
                     self._copy.digests[index] = digests[piece.key]
 
     def keep_memory(self) -> None:
-        """Keeps the memory of the missing slices from all other steps for good.
+        """Keeps the memory of the missing slices for good, so no other step gets it.
 
-        Called if something may write to this memory at any later time.
+        Called before the `with` block ends, if a write to this memory may still happen
+        afterwards. The memory is then not reused until the whole arena is unmapped.
         """
         self._guard = None

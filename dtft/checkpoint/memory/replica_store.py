@@ -26,11 +26,11 @@ from dtft.checkpoint.state import Chunks, Layout, Parts, Slice
 
 
 class HeldCopies:
-    """A host's copies of its own and its peers' slices. Not thread-safe.
+    """The copies on one host, of its own and its peers' slices. Not thread-safe.
 
-    A host's own slices are those of its slot in the job. Lists the copies that can be
-    sent, the copies with their digests, and the copies that a restore can take from
-    this host.
+    A host's own slices are those of its slot in the job. The methods list the copies
+    and their digests, and the copies that can be sent to peers. `begin_restore` makes a
+    copy of the own slices of a step from copies on this host.
     """
 
     def __init__(self, own: Owning, hosting: Hosting) -> None:
@@ -38,14 +38,18 @@ class HeldCopies:
         self._own, self._hosting = own, hosting
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps with at least one copy on this host, ascending."""
+        """Returns the steps of the copies on this host, ascending.
+
+        Leaves out a step whose only copy is kept for an export to storage (pinned).
+        Still lists a step whose copies were all dropped because they were corrupt.
+        """
         return tuple(sorted({*self._own.copies, *self._hosting.copies}))
 
     def items(self, step: int) -> dict[str, Any]:
         """Returns the JSON items of `step`: data position and so on.
 
         Raises:
-            KeyError: this host has no copy of the step.
+            KeyError: `steps()` does not have the step.
         """
         found = self._own.items.get(step)
         return self._hosting.items[step] if found is None else found
@@ -60,7 +64,7 @@ class HeldCopies:
         """Lists (slice key, memory, recorded digests) of `step`'s slices on this host.
 
         The memory is not read. Slices with a chunk (a part of their bytes) known to be
-        corrupt are left out.
+        corrupt, and copies kept only for an export to storage (pinned), are left out.
         """
         return [
             (piece.key, parts, digests)
@@ -84,9 +88,11 @@ class HeldCopies:
     # --------------------------------------------------------------- verified
 
     def recorded(self) -> dict[int, dict[str, bytes]]:
-        """Maps step to slice key to recorded digests, for every copy on this host.
+        """Maps step to (slice key to recorded digests), for the copies on this host.
 
-        Peers' copies that are known to be corrupt are dropped first. Reads no bytes.
+        Copies kept for peers that are known to be corrupt are dropped first. Leaves out
+        slices known to be corrupt, and copies kept only for an export (pinned). Reads
+        no bytes.
         """
         self._hosting.forget_rotten()
         copies = {
@@ -132,9 +138,10 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Reads and verifies the slices that this host owns and also keeps for a peer.
+        """Verifies the copies from peers that are of slices which this host owns, too.
 
-        Only the copies of `step` that this host keeps for peers are read.
+        A slice can have several owners. Only copies of `step` are read, and only those
+        that this host keeps for peers.
 
         Returns:
             Maps (slice key, digests) to the memory of each slice that matches its
@@ -218,9 +225,13 @@ class ReplicaStore:
         Every chunk (a part of a slice's bytes) gets a free buffer. A step that was
         begun before and not recorded by `staged` is cancelled.
 
+        Returns:
+            The number of each chunk's buffer; and the base step, whose buffers the new
+            step may share for unchanged chunks.
+
         Raises:
-            RuntimeError: all buffers of a chunk are in use, because a commit, an export
-                or a restore that was given up is stuck.
+            RuntimeError: all buffers of a chunk are in use, because a commit or an
+                export does not end, or a restore that was given up still writes.
         """
         with self._lock:
             return self._own.begin_stage(step)
@@ -232,11 +243,12 @@ class ReplicaStore:
 
         Args:
             step: the step, after its `begin_stage`.
-            digests: digests of each own slice; empty for a slice that was not copied.
+            digests: for each own slice 16 bytes per chunk; b"" for a slice that was not
+                copied.
             items: the JSON values of the step, such as the data position.
             kept: a bit per chunk, from `pack_flags`: whether the chunk equals that of
-                the step `Room.base` and shares its buffer. b"" if every chunk was
-                written.
+                the base step, which `begin_stage` returned (`Room.base`), and shares
+                its buffer. b"" if every chunk was written.
         """
         with self._lock:
             self._own.staged(step, digests, items, kept)
@@ -307,7 +319,7 @@ class ReplicaStore:
         """Returns the JSON items of `step`: data position and so on.
 
         Raises:
-            KeyError: this host has no copy of the step.
+            KeyError: `steps()` does not have the step.
         """
         with self._lock:
             return self._held.items(step)
@@ -344,7 +356,9 @@ class ReplicaStore:
             * This host is not to keep copies for `source`.
             * The number of digests is wrong.
             * A copy of the same step and slot is complete; it is never overwritten.
-            * Another connection carries other digests for this step and slot.
+            * Another connection carries other digests for this step and slot. (An
+              unfinished push with other digests that no connection carries is given up
+              instead.)
             * There is no free memory (buffer) for a chunk.
         """
         with self._lock:
@@ -479,7 +493,7 @@ class ReplicaStore:
     ) -> tuple[dict[int, dict[str, bytes]], list[str]]:
         """Lists the good and the corrupt copies of slices, of all steps on this host.
 
-        Peers' copies that are corrupt are dropped, so that peers can send them again.
+        Corrupt copies kept for peers are dropped, so that peers can send them again.
 
         Args:
             read: whether every chunk is read and checked now, without blocking other
@@ -488,7 +502,8 @@ class ReplicaStore:
 
         Returns:
             step -> slice key -> digests of each good slice, and a description of each
-            corrupt slice ("step 12: params/w[0:4]:float32").
+            corrupt slice ("step 12: params/w[0:4]:float32"). Copies kept only for an
+            export (pinned) are among the corrupt slices, but not among the good.
         """
         for number in range(self.verifier.num_chunks if read else 0):
             self.verifier.read(number)
@@ -497,7 +512,11 @@ class ReplicaStore:
             return self._held.recorded(), known
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the steps with at least one copy on this host, ascending."""
+        """Returns the steps of the copies on this host, ascending.
+
+        Leaves out a step whose only copy is kept for an export to storage (pinned).
+        Still lists a step whose copies were all dropped because they were corrupt.
+        """
         with self._lock:
             return self._held.steps()
 
@@ -505,7 +524,7 @@ class ReplicaStore:
         """Lists (slice key, memory, recorded digests) of `step`'s slices on this host.
 
         The memory is not read. Slices with a chunk (a part of their bytes) known to be
-        corrupt are left out.
+        corrupt, and copies kept only for an export to storage (pinned), are left out.
         """
         with self._lock:
             return self._held.listed(step)
@@ -516,7 +535,7 @@ class ReplicaStore:
         The memory is not read.
 
         Raises:
-            KeyError: this host has no copy of one of the slices that can be sent.
+            KeyError: this host lacks one of the slices, or its only copy is corrupt.
         """
         here = self.here(step)
         return [here[key] for key in keys]

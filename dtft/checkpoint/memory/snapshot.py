@@ -43,7 +43,8 @@ NICENESS = 5
 RANGE_BYTES = 16 << 20
 """Bytes copied at a time by one thread; a larger chunk is copied whole."""
 _AHEAD_BYTES = 64 << 20
-"""Bytes of an accelerator's arrays that are on their way to the host at a time."""
+"""Approximate limit of the bytes of accelerators' arrays whose copies to the host are
+started in advance."""
 
 HostOrDevice = jax.Array | np.ndarray
 _Shard = tuple[HostOrDevice, bool]
@@ -138,7 +139,7 @@ def _is_loaded(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Snapshot:
-    """The digests of a step's slices, and which of their chunks did not change.
+    """The digests of a step's slices, and the chunks unchanged since the last snapshot.
 
     A chunk is a part of a slice's bytes; each chunk has its own digest. The trainer
     keeps this object until the next snapshot, which compares the digests of its chunks
@@ -207,8 +208,8 @@ class SnapshotPlan:
 
         Args:
             step: number of the step.
-            arrays: leaf path to a ready global array, or to a numpy array that every
-                process has whole.
+            arrays: leaf path to a global array that is already computed, or to a numpy
+                array that every process has whole.
             memory: the whole shared memory (arena) of this host's agent.
             buffers: [chunks] uint8, the number of a free buffer for each chunk.
             base: the last snapshot, if the shared memory still holds it. Without it,
@@ -261,10 +262,13 @@ class SnapshotPlan:
     def _views(
         self, ranges: Iterable[Range], arrays: Mapping[str, HostOrDevice]
     ) -> Iterator[list[memoryview]]:
-        """Yields, for each range, the bytes of its parts (byte ranges of slices).
+        """Yields, for each range, a list with one view for each of its parts.
+
+        A range is a tuple of parts that one thread copies at a time. A part is a byte
+        range of one slice.
 
         Args:
-            ranges: parts of this slot's slices, slice by slice.
+            ranges: cover slices of this slot; the parts of a slice follow each other.
             arrays: leaf path to array, as for `write`.
 
         Raises:
@@ -319,8 +323,8 @@ class SnapshotPlan:
             raw: the bytes of the chunks.
             memory: the shared memory, from its start.
             where: the offset in `memory` of the buffer of each chunk.
-            known: digests of the chunks in the last snapshot, and possibly of later
-                chunks; b"" if unknown.
+            known: digests of the chunks in the last snapshot, 16 bytes each; more bytes
+                are ignored. b"" without a last snapshot, or if it lacks the slice.
             calm: whether each chunk is calm.
 
         Returns:
@@ -359,12 +363,13 @@ class SnapshotPlan:
         return here & equal_chunks(new, last)
 
     def copied(self, packed: bytes) -> np.ndarray | None:
-        """Unpacks the agent's flags of the slices that this host copies at a step.
+        """Unpacks the agent's flags: which own slices this host copies at a step.
 
         If several hosts own equal slices, each may copy only some of them.
 
         Returns:
-            [slices] bool. None if `packed` is empty: then all slices are copied.
+            [slices] bool. None if `packed`, a result of `pack_flags`, is b"": then
+            all slices are copied.
         """
         return unpack_flags(packed, len(self.slices)) if packed else None
 

@@ -1,9 +1,9 @@
 """Reads one host's copies again, chunk by chunk, and records corrupt chunks.
 
-An unchanged chunk is kept by reference and never written or sent again. Therefore only
-a load, a fetch, an export or a verification finds a flipped bit in such a chunk. A step
-never shares a chunk with a copy in which a verification found that chunk corrupt: the
-chunk is written or sent again.
+An unchanged chunk stays in its buffer, and is not written or sent again. If a bit in
+the buffer flips, only a read finds this: a load, a fetch, an export or a verification.
+A later step does not share a buffer in which a verification found the chunk corrupt:
+the chunk is written or sent again.
 """
 
 import threading
@@ -24,11 +24,11 @@ in this buffer with this digest."""
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkRead:
-    """Result of reading one chunk (part of a slice's bytes) wherever copies have it.
+    """Result of reading one chunk in every buffer in which a copy has the chunk.
 
-    Copies of several steps share a buffer if the chunk did not change, else they have
-    it in different buffers. A buffer in which the chunk is known to be corrupt is not
-    read.
+    A chunk is a part of a slice's bytes. Copies of several steps share a buffer if the
+    chunk did not change, else they have the chunk in different buffers. A buffer in
+    which the chunk is known to be corrupt is not read.
     """
 
     nbytes: int
@@ -39,16 +39,21 @@ class ChunkRead:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifiedCopies:
-    """Result of reading all copies of slices on one host."""
+    """Result of reading all copies of slices on one host.
+
+    Copies that are kept only for an export (pinned) are read, too, but are not in
+    `copies`, `held` and `unread`.
+    """
 
     copies: int
-    """The number of slices in all copies; one that steps share counts for each step."""
+    """The number of slices in all copies, summed over the steps. A slice whose memory
+    several steps share counts once for each of them."""
     nbytes: int
     """Bytes read; a buffer that steps share is read once."""
     held: Mapping[int, Mapping[str, bytes]]
     """Step to slice key to digests of the copies that were not found corrupt."""
     corrupt: tuple[str, ...]
-    """Corrupt copies, as "step 12: KEY"."""
+    """Corrupt copies, as "step 12: KEY" with the key of the slice."""
     unread: tuple[int, ...]
     """Steps of which a copy was dropped or replaced before the verification ended.
     Chunks of these copies may not have been read."""
@@ -96,7 +101,10 @@ class CopyVerifier:
         return total
 
     def known(self) -> list[str]:
-        """Lists the slices found corrupt and not dropped since, as "step 12: KEY"."""
+        """Lists the slices found corrupt and not dropped since, as "step 12: KEY".
+
+        KEY is the key of the slice, such as "params/w[0:4]:float32".
+        """
         return _told(self._known())
 
     def _known(self) -> set[tuple[int, str]]:
@@ -157,7 +165,7 @@ class CopyVerifier:
         )
 
     def read(self, number: int) -> ChunkRead:
-        """Reads and checks one chunk wherever copies of some step have it.
+        """Reads and checks one chunk in every buffer in which a copy has the chunk.
 
         Copies that share the chunk's memory (buffer) are read once. Buffers in which
         the chunk is known to be corrupt are not read.
@@ -210,7 +218,7 @@ class CopyVerifier:
         return [(step, key) for step in sorted(set(steps))]
 
     def _kept(self, source: int | None, pool: ChunkPool, number: int) -> Kept:
-        """Finds the buffers that copies of several steps use for one chunk.
+        """Finds the buffers in which the copies of all steps have one chunk.
 
         Args:
             source: the slot that sent the copies; None for this host's own slices.
@@ -218,8 +226,8 @@ class CopyVerifier:
             number: number of the chunk in the pool.
 
         Returns:
-            Each buffer in which the chunk is not known to be corrupt, with the digest
-            that was recorded for it, to the steps whose copies use it.
+            Maps (buffer number, recorded digest) to the steps whose copies have the
+            chunk there. Buffers in which the chunk is known to be corrupt are left out.
         """
         (index,) = pool.chunks.owners_of([number])
         start = (number - int(pool.chunks.first[index])) * DIGEST_BYTES

@@ -24,14 +24,13 @@ MAX_SUSPECTS = 16
 
 
 def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
-    """Chooses the right digest of each slice among those that hosts report.
+    """Chooses one reported digest per slice, so that their root digest is `root`.
 
-    The chosen digests of all slices together have the root digest `root`. First tries,
-    for each slice, the digest that most hosts report. If the root digest of this choice
-    is not `root`, repeats the choice without the reports of one host. Each host that
-    reports a slice with differing digests is left out in turn, but at most
-    `MAX_SUSPECTS` hosts are tried. So one wrong host is found even with two copies per
-    slice, where there is no majority.
+    First tries, for each slice, the digest that most hosts report. If the root digest
+    of this choice is not `root`, tries again without the reports of one host. Each host
+    that reports a slice on whose digest hosts disagree is left out in turn, but at most
+    `MAX_SUSPECTS` (16) hosts, in the order of their names. So one host with wrong
+    digests is found even with two copies per slice, where there is no majority.
 
     Reported digests differ if a host keeps the bytes of another step under the commit's
     step. A flipped bit does not change them, because hosts report the digests that they
@@ -179,7 +178,7 @@ def push_root(push: Push, digests: Mapping[str, bytes]) -> str:
 
     Args:
         push: the slices that one slot sends to another.
-        digests: slice key to digest; may have more slices.
+        digests: slice key to digest; may also have slices that are not pushed.
 
     Raises:
         KeyError: `digests` lacks a slice of the push.
@@ -225,7 +224,8 @@ class StepTracker:
     _right: set[tuple[int, int]] = field(default_factory=set)
     """(source, target) of each push whose copy matches the staged slices."""
     _told: tuple[tuple[str, ...], list[bytes]] | None = None
-    """Keys and digests of the first report that has all its slices."""
+    """Slice keys and digests of the first slot that reported all its slices; None until
+    then."""
     _skips: bool = False
     """Whether a slot has skipped some of its slices."""
 
@@ -318,10 +318,10 @@ class StepTracker:
     def _short(self) -> list[str]:
         """Returns the keys of slices that too few owners have copied to host memory.
 
-        The owners of a slice are the slots that have it on their devices. A slice must
-        be copied by as many owners as the placement's `effective_copies` (copies per
-        slice), minus the number of slots to which the slice is pushed. If it has fewer
-        owners than that, all owners must copy it.
+        The owners of a slice are the slots that have it on their devices. The placement
+        requires `effective_copies` copies of the slice, of which each slot that the
+        slice is pushed to keeps one. Owners must keep the others. If there are fewer
+        owners than that, all owners must copy the slice.
         """
         owners, wanted = self.layout.owners, self.placement.effective_copies
         return [
@@ -477,8 +477,8 @@ class CommitHealth:
         """State of the commit in the memory of live hosts.
 
         A lost commit cannot be restored from memory. A degraded commit can, but some
-        slices have copies in fewer failure domains than `wanted`, the number at the
-        commit.
+        slices have copies in fewer failure domains than when the step was committed
+        (`wanted`).
         """
         if self.problem:
             return "lost"

@@ -40,7 +40,7 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedLeaves:
-    """Leaves that are divided alike, and whose parts have the same senders and targets.
+    """Leaves with the same partition spec, and the sender and targets of each part.
 
     A leaf's parts are its equal pieces, numbered from 0; each part of a leaf is one
     slice.
@@ -62,8 +62,8 @@ class PlacedLeaves:
 class CopyPlacement:
     """Which slots keep the copies of each slice of a state.
 
-    To save memory, `tables` has an entry per group of leaves that are divided alike,
-    not per slice. Slices and pushes are computed from the tables on demand.
+    To save memory, `tables` has an entry per group of leaves with the same partition
+    spec and senders, not per slice. Slices and pushes are computed from it on demand.
     """
 
     effective_copies: int
@@ -77,9 +77,9 @@ class CopyPlacement:
     def _routes(self) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """Maps (source slot, target slot) to the parts of leaves that are sent.
 
-        A part is an equal piece of every leaf of one table. It is given as a pair:
-        position of the table in `tables`, and number of the part. The keys are sorted
-        by source, then target.
+        The parts are pairs: the position of a table in `tables`, and the number of a
+        part. A pair stands for the part with this number of every leaf of the table.
+        The keys are sorted by source, then target.
         """
         routes: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for at, table in enumerate(self.tables):
@@ -210,7 +210,7 @@ def _place_alike(
     turn: int,
     chooser: "_Chooser",
 ) -> PlacedLeaves:
-    """Chooses senders and targets of the copies, for leaves that are divided alike.
+    """Chooses senders and targets of the copies of leaves with the same partition spec.
 
     Args:
         leaves: positions in `layout.leaves`.
@@ -233,11 +233,12 @@ def _place_alike(
 
 
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Chooses who sends each leaf, so that all owners send about equally many bytes.
+    """Chooses a turn for each leaf, so that owners send about equally many bytes.
 
-    The owners of a part of a leaf are the slots with this part on their devices. The
-    choice is given as a turn: the position of the sender of the leaf's first part among
-    the owners of this part. Each leaf gets the turn with the fewest bytes so far.
+    The owners of a part of a leaf are the slots with this part on their devices. If a
+    leaf has turn t, the owner at position t among the owners of the first part sends
+    the first part, the owner at t + 1 the next part, and so on, cyclically. Each leaf
+    gets the turn with the fewest bytes so far.
 
     Args:
         sizes: bytes of one part of each leaf.
@@ -313,10 +314,11 @@ def _choose(
 class _Neighbours:
     """For each slot, the order in which slots are tried as targets of its copies.
 
-    Slots form groups of `group_size`. The slots that do not fill a group form a ring
-    with the last whole group. Slots of the same group or ring are tried first, then all
-    slots. With groups, the loss of several hosts is less likely to take all copies of a
-    slice than with one ring of all slots.
+    Slots, in the order of `interleaved`, form groups of `group_size`. The slots that do
+    not fill a group form a ring with the last whole group. Slots of the same group or
+    ring are tried first, then all slots; in both cases from the slot that follows. With
+    groups, the loss of several hosts is less likely to take all copies of a slice than
+    with one ring of all slots.
     """
 
     def __init__(self, domains: Sequence[str], group_size: int) -> None:
@@ -441,10 +443,10 @@ def choose_spares(
 ) -> tuple[int | None, ...]:
     """Assigns spares to empty slots so that copies stay in different domains.
 
-    Fills one slot after the other. A spare's count is the number of the slot's groups
-    that have fewer than `wanted` domains and lack the spare's domain. The slot gets the
-    spare with the highest count. Among spares with equal counts it gets the one with
-    the most prefetched bytes of the slot, and among equal ones the first.
+    Fills one slot after the other. A spare's count is the number of `groups` with the
+    slot whose hosts are in fewer than `wanted` domains, none of them the spare's. The
+    slot gets the spare with the highest count. Among spares with equal counts it gets
+    the one with the most prefetched bytes of the slot, and among equal ones the first.
 
     Args:
         groups: the sets of slots that keep copies of the same slices (`copy_groups`);
@@ -573,8 +575,9 @@ class Shares:
     def _turns(self, slot: int) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Returns, for each slice of a slot, its owners and where their turns begin.
 
-        Owners are the slots with the slice on their devices. At each snapshot some
-        consecutive owners, in this order and cyclically, copy the slice (`_copiers`).
+        Owners are the slots with the slice on their devices, in the order of
+        `interleaved`. At each snapshot some consecutive owners, in this order and
+        cyclically, copy the slice (`_copiers`).
 
         Returns:
             Pairs (owners, offset). At snapshot 0 the copying owners begin at position
@@ -615,8 +618,8 @@ def _begins(layout: Layout) -> list[int]:
     """Chooses for each leaf which slot copies its first slice at snapshot 0.
 
     Returns, for each leaf, the position of this slot among those with the slice on
-    their devices. The positions are chosen so that all slots copy about equally many
-    bytes.
+    their devices, in the order of `interleaved`. The positions are chosen so that all
+    slots copy about equally many bytes.
     """
     begins = [0] * len(layout.leaves)
     loads: dict[int, list[int]] = {}

@@ -18,7 +18,8 @@ class FailureDomains:
     levels: tuple[str, ...]
     """Levels that the labels name, widest first; the same for all hosts."""
     names: Mapping[str, str]
-    """Host to the names of its domains, joined by "/": "power-1/rack-3"."""
+    """Host to the names of its domains, joined by "/": "power-1/rack-3". Empty if the
+    labels name no level."""
 
     def of(self, hosts: Iterable[str]) -> Mapping[str, str]:
         """Maps each of the given hosts to its domain, such as "power-1/rack-3".
@@ -109,7 +110,8 @@ def domains_from_labels(labels: Mapping[str, str]) -> FailureDomains:
     """Parses the labels of all hosts and checks that they are consistent.
 
     Args:
-        labels: host to its label; empty labels mean that no domains are known.
+        labels: host to its label. If all labels are "", no domains are known: the
+            result has neither levels nor names.
 
     Raises:
         ValueError: a label cannot be parsed, hosts name different levels, or a rack is

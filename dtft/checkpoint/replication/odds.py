@@ -37,7 +37,7 @@ def survival(num_hosts: int, copies: int, losses: int) -> float:
 
     Args:
         num_hosts: N, the number of hosts, each with slices of its own.
-        copies: m, the copies of every slice, the owner's included.
+        copies: m, the copies of every slice, the owner's included; N if m is larger.
         losses: k, the number of hosts lost at once.
 
     Raises:
@@ -56,12 +56,12 @@ def gemini_bound(num_hosts: int, copies: int, losses: int) -> float:
     """Computes GEMINI's lower bound of `survival`: 1 - N C(N-m, k-m) / (m C(N, k)).
 
     N is the number of hosts, m the copies of every slice, k the hosts lost at once.
-    Source: GEMINI (SOSP 2023), for N a multiple of m. The bound adds the probabilities
-    of losing each of the N / m groups as if no two groups could be lost together. So
-    the bound is exact for k < 2m, and too low for larger k. If N is not a multiple of
-    m, the remaining hosts and the last group form a ring, and the probabilities of
-    losing each run of m hosts on the ring are added, too. Runs overlap, so the bound is
-    then exact for k <= m only.
+    Source: GEMINI (SOSP 2023), for N a multiple of m. A negative bound is replaced by
+    0. The bound adds the probabilities of losing each of the N / m groups as if no two
+    groups could be lost together. So the bound is exact for k < 2m, and too low for
+    larger k. If N is not a multiple of m, the remaining hosts and the last group form a
+    ring, and the probabilities of losing each run of m hosts on the ring are added,
+    too. Runs overlap, so the bound is then exact for k <= m only.
 
     In the example, each of the 512 groups is lost with probability 5.3e-5.
 
@@ -128,7 +128,7 @@ def odds_table(
     Args:
         num_hosts: N, the number of hosts.
         copies: m, the copies of every slice.
-        max_losses: the greatest number of lost hosts in the table; N if that is less.
+        max_losses: the greatest number of lost hosts in the table; at most N is used.
         trials: number of random sets of lost hosts per line, for `simulate`. The table
             shows two standard errors of the simulated fraction.
 
@@ -203,14 +203,15 @@ def _group_sets(groups: int, size: int, lost: int) -> int:
 def _ring_sets(ring: int, size: int, lost: int) -> int:
     """Counts the sets of `lost` hosts without `size` consecutive hosts of a ring.
 
-    `ring` is the number of hosts of the ring, 0 if there is none. After each remaining
-    host comes a run of lost hosts, which may be empty and is shorter than `size`. The
-    number of ways to choose the lengths of the runs, times the `ring` rotations, counts
-    each set once per remaining host, so it is divided by the number of remaining hosts.
+    `ring` is the number of hosts of the ring, 0 if there is none.
     """
     left = ring - lost
     if left <= 0:
         return int(ring == 0 and lost == 0)
+    # After each remaining host comes a run of lost hosts, which may be empty and is
+    # shorter than `size`. The number of ways to choose the lengths of the runs, times
+    # the `ring` rotations, counts each set once per remaining host. So it is divided by
+    # the number of remaining hosts.
     runs = sum(
         (-1) ** long
         * math.comb(left, long)
@@ -221,9 +222,12 @@ def _ring_sets(ring: int, size: int, lost: int) -> int:
 
 
 def _holders(num_hosts: int, copies: int, domains: Sequence[str] | None) -> np.ndarray:
-    """Returns the hosts with a copy of each host's slice: [hosts, copies] int.
+    """Returns, for each host's slice, the numbers of the hosts with a copy.
 
     The placement is that of `place_copies` for a state divided over all hosts.
+
+    Returns:
+        [hosts, copies] int: one row for the slice of each host.
     """
     mesh = MeshLayout(
         axis_names=("fsdp",), axis_sizes=(num_hosts,), slots=tuple(range(num_hosts))

@@ -3,7 +3,7 @@
 `plan_restore` plans restores from memory, after a loss or onto another mesh, and the
 fetches for an export. A slice is identified by leaf path, global index range and dtype.
 `Inventory` has the verified holders of every slice. `find_needs` computes which
-overlaps of old and new slices each host needs. Leaves that are divided alike are
+overlaps of old and new slices each host needs. Leaves with the same partition specs are
 planned together, so a plan takes a second or two at 10,000 hosts.
 """
 
@@ -29,13 +29,13 @@ from dtft.checkpoint.state import (
 )
 
 Holders = tuple[tuple[int, ...], ...]
-"""For each part of a partition (one slice per leaf), the hosts that hold it: positions
-in `Inventory.hosts`, ascending."""
+"""For each part of a partition (one slice per leaf), the hosts that hold this part, as
+ascending positions in `Inventory.hosts`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldLeaves:
-    """Leaves that are divided alike, and whose parts are held by the same hosts.
+    """Leaves with the same partition spec, and the hosts that hold each part of them.
 
     A leaf's parts are its equal pieces; each part of a leaf is one slice.
     """
@@ -51,7 +51,7 @@ class HeldLeaves:
 class Inventory:
     """The hosts with a verified copy of each slice of a commit.
 
-    To save memory, leaves that are divided alike and have the same holders share a
+    To save memory, leaves with the same partition spec and the same holders share a
     table.
     """
 
@@ -129,9 +129,10 @@ MAX_NAMED = 8
 class WantedCells:
     """Cells (overlaps of an old and a new slice) that restoring hosts need.
 
-    There is one row for each target (restoring host) and cell. A bundle is a group of
-    leaves with the same old and the same new partition (`LeafBundle`). One cell of a
-    bundle stands for the same overlap in each leaf of the bundle.
+    The arrays have one row for each pair of a target (restoring host) and a cell that
+    the target needs. A bundle is a group of leaves with the same old and the same new
+    partition (`LeafBundle`). One cell of a bundle stands for the same overlap in each
+    leaf of the bundle.
     """
 
     target: np.ndarray
@@ -172,8 +173,8 @@ class FoundCells:
     """The cells (overlaps of an old and a new slice) that restoring hosts need.
 
     Attributes:
-        bundles: groups of leaves that are divided alike (`LeafBundle`), to which the
-            cells belong.
+        bundles: groups of leaves with the same old and the same new partition
+            (`LeafBundle`), to which the cells belong.
         own: cells that the host that needs them has in its own memory.
         absent: cells that the host that needs them must fetch.
     """
@@ -197,7 +198,7 @@ def find_needs(
     The bytes are given as cells, the overlaps of an old and a new slice.
 
     Args:
-        holdings: verified holders, in the layout of the commit.
+        holdings: the hosts with a verified copy of each slice, in the commit's layout.
         new_layout: the layout to restore.
         hosts: all holders and all hosts in `slots`, ascending; positions in the result
             refer to `hosts`.
@@ -444,13 +445,13 @@ class RestorePlan:
     """The source of each byte that a host needs: the host's own memory or one peer.
 
     The plan is stored as arrays; the parts of slices (regions) that a host takes are
-    computed on demand. `bundles` are groups of leaves that are divided alike. Leaves
-    without elements are not part of the plan. The methods raise ValueError for a host
-    that is not in `hosts`.
+    computed on demand. `bundles` are groups of leaves with the same old and the same
+    new partition. Leaves without elements are not part of the plan. The methods raise
+    ValueError for a host that is not in `hosts`.
     """
 
     hosts: tuple[str, ...]
-    """All holders and targets, ascending."""
+    """All hosts that hold a slice of the commit or need slices, ascending."""
     bundles: tuple[LeafBundle, ...]
     own_cells: WantedCells
     """Cells (overlaps of an old and a new slice) that a target has in its memory."""
@@ -461,7 +462,7 @@ class RestorePlan:
     """
 
     def own(self, host: str) -> tuple[Region, ...]:
-        """Returns the parts of slices (regions) that a host has itself and needs."""
+        """Returns the needed regions (parts of slices) that are in a host's memory."""
         wanted, rows = self.own_cells, self._own_rows(host)
         return _ordered(
             region
@@ -480,7 +481,7 @@ class RestorePlan:
         return sorted({region.old.key for region in (*self.own(host), *fetched)})
 
     def moves_whole(self, host: str) -> bool:
-        """Whether each slice that a host needs is a committed slice of a single source.
+        """Whether each slice that a host needs equals a committed slice of one source.
 
         The source is the host's own memory or one sender. False if a slice must be put
         together from several slices or senders, or cut out of a larger one.
@@ -492,7 +493,7 @@ class RestorePlan:
         )
 
     def transfers_to(self, host: str) -> tuple[SliceTransfer, ...]:
-        """Returns the transfers to a host, sorted by source."""
+        """Returns the transfers to a host, sorted by source; () if it needs none."""
         at = self._at(host)
         first, last = np.searchsorted(self._targets, [at, at + 1])
         found: dict[int, list[Region]] = {}
@@ -572,7 +573,7 @@ def plan_restore(
     without this preference.
 
     Args:
-        holdings: verified holders of the commit's slices, in the layout of the commit.
+        holdings: the hosts with a verified copy of each slice, in the commit's layout.
         new_layout: the layout to restore; its leaves are all or some leaves of the
             commit.
         slots: the host of each slot of the new layout; None if the slot needs no
@@ -616,15 +617,16 @@ def plan_restore(
 def _settled(
     routes: Routes, absent: WantedCells, bundles: Sequence[LeafBundle], grain: int
 ) -> Routes:
-    """Moves the ends of routes (byte ranges with a sender) to where cells can be cut.
+    """Changes routes so that they begin and end only where cells can be cut.
 
-    A cell is the overlap of an old and a new slice, for all leaves of a bundle. A cell
-    can be cut only at some offsets; a piece is the bytes between two neighbouring
-    offsets. If the given routes divide a piece among several senders, one of these
-    senders sends the whole piece instead. These pieces are assigned one by one, the
-    largest first. Each piece goes to that one of its senders with the largest deficit.
-    The deficit of a sender is a number of bytes, counted over the pieces up to this
-    one: its bytes in the given routes, minus the bytes of the pieces assigned to it.
+    A route is a byte range of a cell with its sender. A cell is the overlap of an old
+    and a new slice, for all leaves of a bundle. A cell can be cut only at some offsets;
+    a piece is the bytes between two neighbouring offsets. If the given routes divide a
+    piece among several senders, one of these senders sends the whole piece instead.
+
+    These pieces are assigned one by one, the largest first. Each goes to that one of
+    its senders with the largest deficit: the bytes that the given routes let the sender
+    send of this piece and the pieces before, minus the bytes of the pieces that it got.
 
     Args:
         routes: the byte ranges of all cells in `absent`.
@@ -674,10 +676,10 @@ def _cuts(
     bundles: Sequence[LeafBundle],
     grain: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Finds the offsets, nearest to the starts of routes, at which cells can be cut.
+    """Finds the offsets, nearest to starts of routes, at which cells can be cut.
 
     Args:
-        rows: [n] the rows of `routes`.
+        rows: [n] positions in `routes`; only the starts of these routes are used.
         routes: byte ranges of cells, with a sender each.
         absent: the cells (overlaps of an old and a new slice) of the routes.
         bundles: the groups of leaves to which the cells belong.

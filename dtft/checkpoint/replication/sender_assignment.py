@@ -1,8 +1,8 @@
 """Chooses which hosts send the bytes of a restore, and which bytes each host sends.
 
 `share_out` divides demands (bytes that any of several hosts can send) so that the loads
-(bytes per sender) are even. `route` makes demands of the bytes that hosts lack, and
-prefers senders that are near in failure domains.
+(bytes per sender) are even. `route` groups the bytes that hosts lack into demands, and
+prefers senders in the same or near failure domains.
 """
 
 from collections.abc import Sequence
@@ -26,8 +26,9 @@ class Demand:
     candidates: np.ndarray
     """[n] int64: distinct senders, at least one."""
     distance: np.ndarray | None = None
-    """[n] float64: distance of each candidate, from 0 (near) to 1 (far); None if
-    distances do not matter."""
+    """[n] float64: the fraction of the failure domain levels at which candidate and
+    target have different domains, from 0 (near) to 1 (far). None if distances do not
+    matter."""
 
 
 def share_out(
@@ -95,12 +96,12 @@ def share_out(
 def _fill(base: np.ndarray, amount: int) -> np.ndarray:
     """Divides bytes over candidates, those with the lowest `base` first.
 
-    All candidates that get bytes end at the same sum of `base` and bytes, and no other
-    candidate has a `base` below this sum.
+    For each candidate that gets bytes, the sum of `base` and its bytes is the same. A
+    candidate whose `base` is above this sum gets none.
 
     Args:
-        base: [n] bytes that each candidate sends of other demands, plus a penalty if it
-            is far.
+        base: [n] bytes that each candidate sends of other demands, plus a penalty in
+            bytes that grows with the candidate's distance.
         amount: the bytes to divide.
 
     Returns:
@@ -155,8 +156,8 @@ connections."""
 class Needs:
     """Byte ranges that hosts lack and must fetch.
 
-    There is one row (need) for each host and cell, which is an overlap of an old and a
-    new slice. Hosts are numbered from 0.
+    A cell is the overlap of an old and a new slice. There is one row (need) for each
+    pair of a host and a cell that it lacks. Hosts are numbered from 0.
     """
 
     target: np.ndarray
@@ -190,9 +191,9 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
     """Chooses the host that sends each byte of all needs, with vectorised operations.
 
     Needs form a group if they have the same candidates (hosts that can send), at the
-    same distances in failure domains. `share_out` divides each group's bytes over the
+    same distances (`Demand.distance`). `share_out` divides each group's bytes over the
     candidates. The group's needs are laid end to end, and each sender in turn takes the
-    next bytes, as many as its share has.
+    next bytes, as many as `share_out` gave it.
 
     Args:
         needs: the byte ranges that hosts lack; at least one.
@@ -235,8 +236,9 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
 def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Groups needs that have the same candidates at the same distances.
 
-    Candidates are the hosts that can send. Their distance depends on the failure
-    domains of candidate and target (the host that lacks the bytes).
+    Candidates are the hosts that can send, and the target is the host that lacks the
+    bytes. A distance is the fraction of the failure domain levels at which candidate
+    and target have different domains.
 
     Args:
         needs: the byte ranges that hosts lack.
@@ -270,9 +272,11 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _streams(needs: Needs) -> np.ndarray:
     """Computes how many hosts may send the bytes of each need (row of `Needs`).
 
-    For each receiving host, `MAX_SOURCES` senders are divided over the needs of the
-    receiving host in proportion to their bytes. Returns [needs] float64, with
-    fractions.
+    A host may fetch from `MAX_SOURCES` (16) senders in all. This number is divided over
+    the needs of the host, in proportion to their bytes.
+
+    Returns:
+        [needs] float64, with fractions; `route` adds those of a group and rounds up.
     """
     of_target = np.bincount(needs.target, weights=needs.nbytes)[needs.target]
     return MAX_SOURCES * needs.nbytes / of_target
@@ -299,10 +303,10 @@ def _demand(
 def _shares(demands: Sequence[Demand], num_hosts: int) -> list[np.ndarray]:
     """Divides the demands over senders, with preference for near senders.
 
-    Even shares are those of `share_out` without this preference. Tries stronger
-    preferences first (`SLACKS`). Returns the first shares whose greatest load (bytes of
-    one sender) is at most `MAX_UNEVEN` times that of even shares. If there are none, or
-    if no demand has distances, returns even shares.
+    Even shares are those of `share_out` without this preference (`slack` 0). Tries each
+    `slack` in `SLACKS`, the strongest preference first. Returns the first shares whose
+    greatest load (bytes of one sender) is at most `MAX_UNEVEN` (1.2) times that of even
+    shares. If there are none, or if no demand has distances, returns even shares.
 
     Args:
         demands: bytes to be sent, each with the hosts that can send them.

@@ -2,8 +2,8 @@
 
 `Cadence` decides from step numbers alone, so that all hosts take snapshots after the
 same steps. `next_interval` chooses the smallest interval whose cost, averaged over all
-steps, is within a budget. The cost estimate includes its standard error, so a cost
-known from fewer measurements is assumed to be higher.
+steps, is within a budget. The cost estimate is a median plus its standard error, so
+fewer measurements give a higher estimate.
 """
 
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ class SnapshotSchedule:
     def changed(self, interval: int, *, after: int) -> "SnapshotSchedule":
         """Returns a schedule that has the given interval after step `after`.
 
-        `after` must be a boundary; the interval is clamped to the cadence's period.
+        `after` must be a boundary; the interval is limited to 1 to `period`.
         Returns this schedule if `interval` is already its newest interval, or if its
         last change is at or after step `after`.
         """
@@ -220,7 +220,7 @@ class Experience:
         """Returns the measurements with one more window.
 
         A window is the steps between two snapshots. Keeps the newest `KEPT_WINDOWS`
-        windows and values of `quiet_step_s`.
+        windows, and as many mean times of quiet steps (`quiet_step_s`).
         """
         windows = (*self.windows, window)[-KEPT_WINDOWS:]
         if not window.quiet_steps:
@@ -252,10 +252,10 @@ class Experience:
 
 
 def _at_most(values: Sequence[float]) -> float:
-    """Computes an upper estimate of the typical value: median plus standard error.
+    """Returns the median of values plus the standard error of the median.
 
     The standard error is computed from the median absolute deviation, because outliers
-    are frequent.
+    are frequent. It is 0 for one value.
     """
     middle = median(values)
     spread = 1.48 * median(abs(value - middle) for value in values)
@@ -303,15 +303,15 @@ def next_interval(current: int, seen: Experience, allowed: Automatic) -> int:
     A window is the steps between two snapshots; quiet steps are those without
     replication in the background. The rules apply in this order:
 
-    * Before `WARM_WINDOWS` windows are measured, returns `current`.
-    * While the costs are unknown, or after `PROBE_EVERY` steps without a quiet step,
-      raises a shorter interval to `PROBE_STEPS` (at most `allowed.maximum`), so that
-      quiet steps can be measured. Keeps a longer interval.
-    * Computes the wanted interval: the shortest that costs at most `AIM` times the
-      budget, or `allowed.maximum` if there is none. If `current` costs more than the
-      budget, returns the wanted interval, but at least `current`.
-    * Otherwise returns the wanted interval if it is at most `WORTHWHILE` times
-      `current`, else `current`.
+    * Before `WARM_WINDOWS` (8) windows are measured, returns `current`.
+    * While the costs are unknown, or after `PROBE_EVERY` (1000) steps without a quiet
+      step, raises a shorter interval to `PROBE_STEPS` (16 steps, but at most
+      `allowed.maximum`), so that quiet steps can be measured. Keeps a longer interval.
+    * Computes the wanted interval: the shortest that costs at most `AIM` (0.8) times
+      the budget, or `allowed.maximum` if there is none. If `current` costs more than
+      the budget, returns the wanted interval, but at least `current`.
+    * Otherwise returns the wanted interval if it is at most `WORTHWHILE` (0.8)
+      times `current`, else `current`.
     """
     maximum, costs = allowed.maximum, seen.costs
     if len(seen.windows) < WARM_WINDOWS:

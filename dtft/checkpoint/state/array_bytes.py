@@ -24,12 +24,11 @@ def fingerprints(arrays: Mapping[str, jax.Array | np.ndarray]) -> dict[str, str]
     """Computes a fingerprint per array that does not depend on the array's sharding.
 
     The bits of an array are read as words of at most 32 bits, and each word is mixed
-    with its position. A fingerprint is two sums of the mixed words modulo 2**32, each
-    sum with its own multipliers of the mixing. A change of any single word always
-    changes the fingerprint. Storage keeps a
-    fingerprint of every leaf that is not empty, because Orbax does not detect a flipped
-    bit in its files. For arrays that span processes, all these processes must make the
-    same call.
+    with its position. A fingerprint is two sums of the mixed words modulo 2**32; the
+    two sums mix the words with different multipliers. A change of any single word
+    always changes the fingerprint. Storage keeps a fingerprint of every leaf that is
+    not empty, because Orbax does not detect a flipped bit in its files. For arrays that
+    span processes, all these processes must make the same call.
 
     Returns:
         Maps each key of `arrays` to a fingerprint of 16 hex digits. Arrays with equal

@@ -1,10 +1,9 @@
 """Slices cut into chunks, and a digest of 16 bytes (xxh3-128) for every chunk.
 
 A slice is a piece of an array of the training state, and a chunk is a contiguous part
-of the slice's bytes.
-`Chunks` holds the offsets and sizes of chunks; `Parts` is memory in several pieces that
-is read and written as one. Digests detect accidental corruption and name the corrupt
-chunk; they do not detect forgery.
+of the slice's bytes. `Chunks` holds the offsets and sizes of chunks; `Parts` is memory
+in several pieces that is read and written as one. Digests detect accidental corruption
+and name the corrupt chunk; they do not detect forgery.
 """
 
 import bisect
@@ -231,7 +230,7 @@ def unpack_flags(packed: bytes, count: int) -> np.ndarray:
 Buffer = bytes | bytearray | memoryview
 
 DIGEST_BYTES = 16
-"""Size of the digest of one chunk."""
+"""Size of the digest of one chunk, in bytes."""
 _BLOCK_BYTES = 1 << 20
 """Size of the blocks that `copy_chunk` copies one by one, and digests while they are in
 cache. A whole chunk may be larger than the cache; smaller blocks are copied slower."""

@@ -94,9 +94,10 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 def _parts(
     value: Any, record: LeafRecord
 ) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
-    """Returns the bytes of a leaf, or the shards of a jax array with several shards.
+    """Returns the bytes of a leaf; of a jax array in several shards, the shards.
 
-    Each distinct shard is listed once, as (index in the global array, contents).
+    The leaf of a PRNG key is its uint32 data. Each distinct shard is listed once, as
+    (index in the global array, values of the shard).
     """
     if record.kind == "key":
         value = jax.random.key_data(value)
@@ -201,8 +202,8 @@ def kind_wanted(target: Any, record: LeafRecord) -> str:
     """Returns the kind of value to which a leaf is restored for the user's `target`.
 
     This is "array" (jax array), "key" (PRNG key), "numpy", "scalar" (numpy scalar),
-    "bool", "int" or "float". The saved kind is returned if `target` is None, or a
-    struct without sharding that has the saved shape and dtype.
+    "bool", "int" or "float". The saved kind is returned if a PRNG key was saved, or if
+    `target` is None or a struct without sharding that has the saved shape and dtype.
 
     Raises:
         ValueError: a leaf cannot be restored to the type of the target.
@@ -261,9 +262,10 @@ def refuse_unfit(record: LeafRecord, target: Any, fallback: Any) -> None:
 
 
 def _fitting(value: Any, record: LeafRecord, target: Any) -> Any:
-    """Returns the value after a check that the leaf has the target's shape and dtype.
+    """Checks that a leaf has the target's shape and dtype, and returns its value.
 
-    A saved Python number is cast to the dtype of a scalar target if the cast is exact.
+    A saved Python number is instead cast to the dtype of a scalar target, if the cast
+    is exact.
 
     Raises:
         ValueError: the shape or the dtype differs.

@@ -209,7 +209,7 @@ class Region:
 class Cells:
     """All overlaps (cells) of an old and a new partition; together they cover the leaf.
 
-    Each dim is cut into equal units. They are so small that every part of both
+    Each dim is divided into equal units, as large as possible: every part of both
     partitions has a whole number of units.
     """
 
@@ -326,15 +326,16 @@ class LeafBundle:
         """Chooses the dim along which to cut, for n pairs of a leaf and a cell.
 
         A cell is the overlap of an old and a new part of the leaf. The dim is the first
-        dim along which the cell has at least `EVEN_ROWS` elements. If there is no such
-        dim, it is the dim along which the cell has most elements.
+        dim along which the cell has at least `EVEN_ROWS` (64) elements. If there is no
+        such dim, it is the dim along which the cell has most elements. A row of the
+        cell is its elements at one index of this dim.
 
         Args:
             leaf: [n] position in `leaves`.
             cell: [n] position in `cells`.
 
         Returns:
-            [n] dim, [n] extent of the cell along this dim, in elements.
+            [n] the dim, [n] the number of rows of the cell.
         """
         shapes, units = self._shapes
         width = np.ones((len(cell), len(units)), np.int64)

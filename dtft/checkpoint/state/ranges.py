@@ -28,10 +28,10 @@ class WantedSlice:
 
 @dataclass(frozen=True)
 class Part:
-    """A byte range of one `WantedSlice`; it consists of whole chunks."""
+    """A byte range of one slice in a list of slices; it consists of whole chunks."""
 
     index: int
-    """Position of the slice in the list of wanted slices."""
+    """Position of the slice in the list, such as the list of slices to be fetched."""
     start: int
     """Offset of the first byte in the slice."""
     stop: int
@@ -53,7 +53,7 @@ def split_ranges(
     """Splits slices, given by their sizes, into ranges, each for one request.
 
     Every byte of every slice is in one range. A range has at most `range_bytes` bytes,
-    unless it is one larger chunk, and at most `MAX_PARTS` parts.
+    unless it is one larger chunk, and at most `MAX_PARTS` (1024) parts.
 
     Args:
         sizes: size of each slice in bytes.

@@ -130,7 +130,8 @@ RECORD = "dtft"
 """Name of the item in storage that holds the `Record`."""
 RESERVED = (DEFAULT, RECORD, "metrics")
 STATE, ITEMS = "state", "items"
-"""Names of the two items of an experiment's step: the arrays, and the JSON values."""
+"""Names of the two items of a step of an experiment (a run of dtft's own trainer): the
+arrays, and the JSON values."""
 
 _STORABLE = """
     bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64
@@ -150,7 +151,8 @@ class LeafRecord:
     """The path, kind, shape and dtype of one saved leaf."""
 
     path: str
-    """Item name and keys, each escaped, joined by "/"."""
+    """Item name and the keys from the root to the leaf, each `escaped`, joined by "/".
+    """
     kind: Kind
     """Kind of the value that the user saved."""
     shape: tuple[int, ...]
@@ -200,7 +202,8 @@ class Record:
     def tree(self, name: str, values: Sequence[Any] | Mapping[int, Any]) -> Any:
         """Builds the tree of item `name` as stock Orbax returns it.
 
-        `values[i]` is put in the place of `self.leaves[i]`.
+        `values[i]` is the value of `self.leaves[i]`; only the values of leaves of this
+        item are used.
         """
         return build(self.structures[name], values)
 
@@ -284,7 +287,7 @@ def experiment_record(
 
 
 def is_experiment(record: Record) -> bool:
-    """Whether a record has exactly the items of an experiment's step.
+    """Whether a record has exactly the items that dtft's own trainer saves.
 
     These are `STATE` (the arrays) and `ITEMS` (the JSON values).
     """
@@ -295,6 +298,8 @@ def is_experiment(record: Record) -> bool:
 def leaf_path(path: str) -> str:
     """Returns a leaf's path in the record, from its path in an experiment's state.
 
+    An experiment is a run of dtft's own trainer.
+
     >>> leaf_path("params/100%/w"), state_path(leaf_path("params/100%/w"))
     ('state/params/100%25/w', 'params/100%/w')
     """
@@ -302,7 +307,10 @@ def leaf_path(path: str) -> str:
 
 
 def state_path(path: str) -> str:
-    """Returns a leaf's path in an experiment's state, from its path in the record."""
+    """Returns a leaf's path in an experiment's state, from its path in the record.
+
+    An experiment is a run of dtft's own trainer.
+    """
     return "/".join(map(unescaped, path.split("/")[1:]))
 
 
@@ -402,7 +410,9 @@ def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
 
 
 def _as_json(what: str, value: Any) -> Any:
-    """Copies a value by a round trip through JSON, as a save to storage would.
+    """Returns the value that storage would return: JSON encoded and decoded again.
+
+    None is returned as None.
 
     Raises:
         ValueError: the value cannot be encoded; the message begins with `what`.

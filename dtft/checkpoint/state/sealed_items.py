@@ -41,7 +41,7 @@ def sealed(value: Any) -> dict[str, str]:
 
 
 def unsealed(items: Mapping[str, Any]) -> Any:
-    """Decodes the value from the dict of `sealed`, after a check of its digest.
+    """Decodes the JSON value in a dict from `sealed`, after a check of its digest.
 
     Raises:
         CorruptItems: the text or its digest was changed, or is missing.
@@ -56,7 +56,7 @@ def unsealed(items: Mapping[str, Any]) -> Any:
 
 
 def items_are_right(items: Mapping[str, Any]) -> bool:
-    """Whether the text of a dict of `sealed` matches the digest in the dict.
+    """Whether the text in a dict from `sealed` matches the digest in the dict.
 
     Also True if the dict lacks "json" or "digest" and so was not made by `sealed`.
 

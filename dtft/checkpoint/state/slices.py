@@ -1,9 +1,9 @@
 """Leaves and slices of the state, and the slots that own each slice.
 
 A slice is identified by leaf path, global index range and dtype. A slot is a numbered
-place in the job for one host; a slot owns the slices on its devices. The slices of a
-slot are computed from the mesh and the leaves' shapes and partition specs. This module
-has no side effects.
+position in the job that one host fills; it owns the slices on the host's devices. The
+slices of a slot are computed from the mesh and the leaves' shapes and partition specs.
+This module has no side effects.
 """
 
 import dataclasses
@@ -88,8 +88,7 @@ class MeshLayout:
     axis_sizes: tuple[int, ...]
     """Axis sizes, in the order of the names."""
     slots: tuple[int, ...]
-    """The slot (place of a host in the job) of each device, devices in row-major mesh
-    order."""
+    """The slot of each device, devices in row-major mesh order."""
 
     def __post_init__(self) -> None:
         if math.prod(self.axis_sizes) != len(self.slots):

@@ -93,7 +93,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def listed(paths: list[str]) -> str:
-    """Formats paths for an error: the first few by name, the rest as a count.
+    """Formats paths for an error: the first 8 by name, the rest as a count.
 
     >>> listed([]), listed(["a", "b"])
     ('none', 'a, b')

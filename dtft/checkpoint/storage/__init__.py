@@ -3,7 +3,8 @@
 * `directory`: the storage tier, a directory of Orbax checkpoints.
 * `orbax_manager`: the Orbax manager that the storage tier uses.
 * `stored_steps`: reads and verifies steps.
-* `job_layout`: divides a user's tree of arrays into slices per process, and back.
+* `job_layout`: divides a user's tree of arrays into slices per process, and rebuilds
+  the tree's structure.
 * `exporter`: the program of the process that writes steps.
 * `exporter_client`: starts an exporter process and sends steps to it.
 * `export_plan`: chooses the slots that write a step.

@@ -1,8 +1,8 @@
 """The storage tier: a directory of Orbax checkpoints, one per step.
 
-Stock Orbax can read each item (named part) of a step by the item's name. A step of
-dtft's own training loop (of an experiment) has the items `state`, a nested dict of
-arrays, and `items`, JSON. Each step that dtft writes also has the item `dtft`,
+Stock Orbax can read each item (named part) of a step by the item's name. A step that
+dtft's own training loop (`dtft.train`) saves has two items: `state`, a nested dict
+of arrays, and `items`, JSON. Each step that dtft writes also has the item `dtft`,
 described in `stored_steps`. `compare_steps` compares two stored steps bit for bit.
 """
 
@@ -65,9 +65,8 @@ class StorageTier:
             read_only: whether saves are refused.
             scored: whether Orbax also writes the metrics of a step.
             background: whether a save returns before the step is complete. If the
-                background part of a save fails on one of several processes, this
-                process reports the error after all other processes have ended their
-                parts.
+                background part of a save fails on one of several processes, the failed
+                process reports the error after the other processes have ended theirs.
 
         Raises:
             ValueError: `max_to_keep` is below 1.
@@ -125,9 +124,10 @@ class StorageTier:
     def write_once(self, step: int, stored: "StepToStore") -> None:
         """Writes a step and waits until it is complete, unless the step exists.
 
-        An existing step is never replaced. It is accepted if its digest equals that of
-        `stored`: an earlier attempt may have written it, although the answer of that
-        attempt was lost. Must be called by one process only.
+        An existing step is never replaced. It is accepted if its digest (over the
+        step's description and the checksums of its leaves) equals that of `stored`: an
+        earlier attempt may have written it, although the answer of that attempt was
+        lost. Must be called by one process only.
 
         Raises:
             WrittenByAnother: the step exists with another digest.
@@ -190,7 +190,9 @@ class StorageTier:
         return arrays, items[ITEMS]
 
     def load_numpy(self, step: int) -> dict[str, np.ndarray]:
-        """Reads and verifies all leaves of a step; returns path to numpy array.
+        """Reads all leaves of a step as numpy arrays; verifies their fingerprints.
+
+        Returns a dict from leaf path to array.
 
         Raises:
             FileNotFoundError: the directory does not have the step.
@@ -257,7 +259,9 @@ class StorageTier:
 
 
 def load_numpy(directory: Path | str, step: int) -> dict[str, np.ndarray]:
-    """Reads and verifies all leaves of a step; returns path to numpy array.
+    """Reads all leaves of a step as numpy arrays; verifies their fingerprints.
+
+    Returns a dict from leaf path to array.
 
     Raises:
         FileNotFoundError: the directory does not have the step.
@@ -395,6 +399,7 @@ def compare_steps(
 
     Raises:
         FileNotFoundError: a directory does not have the step.
+        ValueError: jax would narrow a 64-bit leaf (`jax_enable_x64` is off).
         CheckpointUnreadable: a step exists but cannot be read, is corrupt, or was
             written by stock Orbax.
     """

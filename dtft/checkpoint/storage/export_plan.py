@@ -1,6 +1,6 @@
 """Chooses the slots that write a step to storage, and their mesh.
 
-The decision is a pure function of the layout.
+The choice depends only on the layout (mesh, leaves and config).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class ExportWorld:
     """
 
     slots: tuple[int, ...]
-    """Slots in rank order: the slot of rank r is `slots[r]`."""
+    """Slots by the rank of their exporter process: rank r writes slot `slots[r]`."""
     mesh: MeshLayout
     """Part of the layout's mesh, with the same axis names and slot numbers."""
 

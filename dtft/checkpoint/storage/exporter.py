@@ -126,10 +126,11 @@ class SaveServer:
         """Executes one message ("open" or "save") and writes its answer as one line.
 
         An answer has "ok", the message's "op", and its "step" if it has one. The answer
-        to a successful "save" also has "seconds" and "bytes". If the work raises an
-        exception, "ok" is false, and "error" describes the exception. The time limit is
-        the message's "timeout_s" in seconds, by default `SAVE_S`. If the work exceeds
-        this limit, the answer also has "ended", and this process ends.
+        to a successful "save" also has the "seconds" that it took and the "bytes" that
+        it wrote. If the work raises an exception, "ok" is false, and "error" describes
+        the exception. The time limit is the message's "timeout_s" in seconds, by
+        default `SAVE_S` (300). If the work exceeds this limit, "ok" is false, the
+        answer also has "ended" (true), and this process ends.
         """
         op = message.get("op")
         reply: dict[str, Any] = {"op": op}
@@ -176,9 +177,9 @@ class SaveServer:
 
 
 def _read(messages: queue.Queue[dict[str, Any]]) -> None:
-    """Reads messages from stdin; ends the process on "close" or the end of stdin.
+    """Reads messages from stdin into `messages`, until "close" or the end of stdin.
 
-    The process ends at once, also during a save. An unfinished step is a temporary
+    Then ends the process at once, also during a save. An unfinished step is a temporary
     directory, which the next exporter removes. An orderly exit would run the shutdown
     barrier of jax.distributed, which may wait for lost hosts.
     """
@@ -238,8 +239,8 @@ class Opening:
     coordinator: str = ""
     """host:port of JAX's coordinator, which rank 0 runs; "" if there is one process."""
     devices: int = 1
-    """Number of CPU devices of this process. The slot has at most this many positions
-    in the mesh of the export."""
+    """Number of CPU devices of this process: at least the number of positions that the
+    slot has in the mesh of the export."""
     max_to_keep: int | None = None
     """Number of newest steps that Orbax keeps. None: Orbax deletes no step; only the
     steps in the argument `delete` of `Exporter.save` are deleted."""
@@ -296,13 +297,15 @@ class Exporter:
             step: number of the step.
             memory: one path, of the file that has all slices of this slot; or one path
                 per slice, of the file that has the slice.
-            buffers: for each chunk (the bytes of one digest), the number of the area of
-                its file that has the chunk; one byte per chunk, as hex. A file is
-                divided into areas of equal size, each with room for every chunk.
+            buffers: one byte per chunk (the bytes of one digest), as hex. A file is
+                divided into areas of equal size, each with room for every chunk. The
+                byte is the number, from 0, of the area that has the chunk.
             digests: for each of the slot's slices in the layout's order, the digests of
                 its chunks, as hex.
-            items: JSON values of the parts of the state that are not arrays.
-            delete: steps to delete from a shared directory once the step is complete.
+            items: JSON values of the parts of the state that are not arrays; for a
+                user's tree the result of `job_layout.dynamic_part`.
+            delete: steps to delete once the step is complete; ignored unless the
+                directory is shared (other writers may use it, `Opening.shared`).
 
         Returns:
             The size of this slot's slices, in bytes.
@@ -365,7 +368,7 @@ class Exporter:
 
         Args:
             parts: the bytes of each of the slot's slices.
-            items: JSON values of the parts of the state that are not arrays.
+            items: the argument of `save`.
         """
         leaves = {leaf.path: leaf for leaf in self._layout.leaves}
         record = record_in(self._layout, items)
@@ -405,7 +408,7 @@ class Exporter:
         )
 
     def _turn(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context that holds the lock of a shared directory.
+        """Returns a context that holds the storage directory's lock for one writer.
 
         Entering the context raises StorageBusy if another writer holds the lock for 0.8
         times the time limit of a save. In an object store (a directory with "://")

@@ -51,8 +51,8 @@ class ExporterProcess:
         Starting a process can take long on a busy machine, so a thread does it. A
         process that cannot be started is reported as ended. All threads are started
         here, because from Python 3.12 on no thread can be started while the interpreter
-        shuts down. During that shutdown, a manager that was not closed still saves its
-        newest step.
+        shuts down. During that shutdown, a checkpoint manager that was not closed still
+        saves its newest step.
 
         Args:
             opening: the fields of `exporter.Opening`.

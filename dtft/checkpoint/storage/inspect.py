@@ -145,7 +145,11 @@ def checkpoints_in(directory: Path | str) -> Path:
 
 
 def list_steps(directory: Path) -> tuple[list[StoredStep], list[str]]:
-    """Lists the complete steps, ascending, and the names of unfinished directories."""
+    """Lists the complete steps, ascending, and the directories of unfinished steps.
+
+    An unfinished step is a directory whose name has Orbax's suffix for temporary
+    directories. The second list has the names of these directories, sorted.
+    """
     found = [_described(directory / str(it)) for it in storage_steps(directory)]
     steps = [it for it in found if it is not None]
     unfinished = {path.name for path in directory.glob(f"*{UNFINISHED}*")}
@@ -206,7 +210,10 @@ def describe_step(
 
 @contextlib.contextmanager
 def _while_it_exists(directory: Path, step: int) -> Iterator[None]:
-    """Says after an error that the step was deleted meanwhile, if it was."""
+    """Replaces an error of the body by FileNotFoundError if the step is gone by then.
+
+    The message says that the step was deleted meanwhile. Other errors are unchanged.
+    """
     try:
         yield
     except Exception as error:
@@ -324,8 +331,9 @@ def _read_all(directory: Path, step: int) -> None:
 def copy_step(directory: Path, step: int, target: Path) -> int:
     """Copies the files of a step to another directory; returns their size in bytes.
 
-    The step is read and verified first, and its copy at the end. A copy that is
-    interrupted or fails is removed.
+    The step is read and verified first, and its copy at the end. If copying is
+    interrupted or fails, the files copied so far are removed. A complete copy whose
+    verification fails stays.
 
     Raises:
         ValueError: the target is the source or has the step already, the target cannot
@@ -347,10 +355,10 @@ def copy_step(directory: Path, step: int, target: Path) -> int:
 
 
 def _copy(step: Path, target: Path) -> None:
-    """Copies the directory of a step into `target`, where it has its name at the end.
+    """Copies a step's directory into `target`; an incomplete copy has another name.
 
     Raises:
-        ValueError: it cannot be copied.
+        ValueError: the directory cannot be copied, or the copy cannot be renamed.
     """
     size, half = _bytes_below(step), target / f"{step.name}{UNFINISHED}"
     shutil.rmtree(half, ignore_errors=True)  # of a copy that was killed
@@ -368,7 +376,11 @@ def _copy(step: Path, target: Path) -> None:
 
 
 def _reason(error: OSError) -> str:
-    """Returns the reason of an error; of the errors of several files, the first one."""
+    """Returns the system's text of an error, such as "No space left on device".
+
+    If the error lists those of several files (`shutil.Error`), returns the text of the
+    first.
+    """
     if isinstance(error, shutil.Error) and error.args and error.args[0]:
         return str(error.args[0][0][-1])
     return error.strerror or str(error)
@@ -383,7 +395,7 @@ def _stored(directory: Path) -> "StoredSteps":
 
 
 def _bytes_below(directory: Path) -> int:
-    """Sums up the sizes of all files in a directory, without files that vanish."""
+    """Returns the bytes of all files in a directory; skips files that vanish."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -44,8 +44,8 @@ def layout_of(
 
     Returns:
         A layout whose slots are process indices. A leaf that every process has whole (a
-        numpy array, a number, an array of one process) is taken to be the same on every
-        process.
+        numpy array, a number, a jax array that is not divided) is taken to be the same
+        on every process.
 
     Raises:
         ValueError: a sharding cannot be expressed as a layout, or the mesh does not
@@ -139,11 +139,12 @@ def same_slices(saved: Layout, wanted: Layout) -> bool:
 
 
 def moved_leaf(saved: Layout, wanted: Layout) -> str:
-    """Describes the first leaf with a slice that a process wants but did not save.
+    """Describes the first leaf of which a process needs a slice that it did not save.
 
-    If there is no such leaf, the text says that every process has what it wants. In the
-    example, processes 0 and 1 have changed places in the mesh, so each wants the half
-    of the leaf that the other has saved.
+    A process needs its slices in the layout `wanted`. If every process has saved all
+    its slices, the text is "every process has what it wants". In the example, processes
+    0 and 1 have changed places in the mesh, so each needs the half of the leaf that the
+    other has saved.
 
     >>> one, other = (MeshLayout(axis_names=("x",), axis_sizes=(2,), slots=slots)
     ...     for slots in ((0, 1), (1, 0)))

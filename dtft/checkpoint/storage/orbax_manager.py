@@ -92,7 +92,8 @@ class OpenedDirectory:
         Orbax reports the first failure while its other threads still write. A thread
         that ends after the directory is available again must not complete the step.
 
-        `generation` is the number of failures when the manager of the save was opened.
+        `generation` is the number of failures of this object at the time when the Orbax
+        manager that writes the step was opened.
 
         Raises:
             StorageMoved: there was a failure since, or the directory was replaced.
@@ -116,8 +117,8 @@ class OpenedDirectory:
 
         Args:
             step: number of the step.
-            items: item name to `ocp.args.StandardSave` or `JsonSave`; the last item is
-                a `JsonSave`.
+            items: item name to `ocp.args.StandardSave` or `JsonSave`; the last item
+                must be a `JsonSave`.
             metrics: metrics of the step; Orbax stores them if its options have a
                 `best_fn`.
             custom_metadata: metadata that Orbax stores with the step.
@@ -202,10 +203,12 @@ class OpenedDirectory:
 def renames_deleted(
     directory: epath.Path, options: ocp.CheckpointManagerOptions
 ) -> ocp.CheckpointManagerOptions:
-    """Returns options with which Orbax renames a deleted step into `DELETED`.
+    """Returns options with which Orbax moves a deleted step out of the list of steps.
 
-    So no step is listed whose files are removed in part. `remove_deleted` then removes
-    the files. In object stores, which cannot rename, Orbax removes the files itself.
+    Orbax renames the step's directory into the subdirectory `DELETED`, so no step is
+    listed whose files are removed in part. `remove_deleted` then removes the files. For
+    object stores, which cannot rename, `options` are returned unchanged, and Orbax
+    removes the files itself.
     """
     if "://" in str(directory):
         return options
@@ -213,7 +216,11 @@ def renames_deleted(
 
 
 def remove_deleted(directory: epath.Path) -> None:
-    """Removes the files of deleted steps; in process 0 only, where Orbax deletes."""
+    """Removes the files of deleted steps, which Orbax has moved to `DELETED`.
+
+    Does nothing in object stores, and in processes other than process 0, in which Orbax
+    deletes steps.
+    """
     if "://" not in str(directory) and jax.process_index() == 0:
         _remove(directory / DELETED)
 

@@ -13,8 +13,9 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 """Suffix that Orbax gives to the name of a step's directory until the step is complete.
 """
 DELETED = f"deleted{UNFINISHED}"
-"""Directory into which a deleted step is renamed before its files are removed. Orbax
-removes it, for its suffix, when a writer opens the storage directory."""
+"""Directory into which a deleted step is moved before its files are removed. Because
+of the directory's suffix, Orbax removes it when a writer opens the storage
+directory."""
 COMMIT_FILE = "commit_success.txt"
 """File that marks a complete step where directories cannot be renamed (gs://)."""
 

@@ -3,8 +3,8 @@
 A step that dtft wrote has the item `dtft` in addition to the user's items. This item
 has the `Record` (tree structures, leaves and JSON items of the step) and a fingerprint
 (checksum of the values) per leaf, with which the leaf is verified. A step without this
-item was written by stock Orbax, or by dtft of git commit 3d5ab71 or earlier. Orbax
-reads the values of all steps.
+item was written by stock Orbax, or by dtft of git commit 3d5ab71 or earlier. The values
+of every step are read with Orbax.
 """
 
 import json
@@ -50,16 +50,18 @@ from dtft.checkpoint.storage.step_directories import storage_steps
 
 
 _ENTRIES = frozenset({"items", "empty", "fingerprints"})
-"""Keys of the JSON item `items` in the former format, that of git commit 3d5ab71 and
-earlier: the caller's items, the empty arrays (which Orbax refuses) and the
-fingerprints. The only other item is `state`, with the arrays by path."""
+"""Keys of a step's JSON item `items` in the former format, that of git commit 3d5ab71
+and earlier: the user's JSON items, the empty arrays (which Orbax refuses) and the
+fingerprints of the leaves. The step's only other item is `state`, with the arrays by
+path."""
 
 
 def former_items(value: Any) -> Any:
-    """Returns the caller's JSON items of a step that dtft wrote in its former format.
+    """Returns the user's JSON items of a step that dtft wrote in its former format.
 
-    `value` is the step's JSON item `items`, which in this format (git commit 3d5ab71
-    and earlier) also has fingerprints. Returns None if it is not in this format.
+    `value` is the step's JSON item `items`, which in the former format (git commit
+    3d5ab71 and earlier) also has fingerprints. Returns None if `value` has another
+    format.
     """
     is_former = isinstance(value, dict) and _ENTRIES <= value.keys()
     return value["items"] if is_former else None
@@ -173,7 +175,12 @@ class StoredSteps:
             raise self._unreadable(step, error) from error
 
     def digest(self, step: int) -> str | None:
-        """Reads the digest that dtft stored with a step; None if it cannot be read."""
+        """Reads the stored digest of a step's record and leaf fingerprints.
+
+        Two writes of a step are equal if their digests are. Returns None if there is no
+        such step, if it has no digest (one of stock Orbax, or of an early version of
+        dtft), or if the digest cannot be read.
+        """
         try:
             return _json(self.directory / str(step) / RECORD)["digest"]
         except (KeyError, TypeError, ValueError, OSError):  # e.g. a stock Orbax step
@@ -238,14 +245,14 @@ class StoredSteps:
         }
 
     def _right(self, step: int, record: Record, name: str, value: Any) -> Any:
-        """Returns a JSON item after checking that its digest equals the record's.
+        """Returns a JSON item after checking that it equals the item in the record.
 
         Args:
             step: number of the step.
             record: the step's record.
             name: name of the item.
             value: the item as Orbax read it. For a step in the former format (git
-                commit 3d5ab71 and earlier), the caller's items are taken from it.
+                commit 3d5ab71 and earlier), the user's items are taken from it.
 
         Raises:
             CheckpointUnreadable: the item differs from the item in the record.
@@ -276,15 +283,16 @@ class StoredSteps:
     def stock(self, step: int, args: Any) -> Any:
         """Restores a step that stock Orbax wrote, with a stock Orbax manager.
 
-        `args` are Orbax's restore arguments. No values are verified.
+        `args` are Orbax's restore arguments. Returns what Orbax returns; no values are
+        verified.
         """
         with self.manager() as manager:
             return manager.restore(step, args=args)
 
     def manager(self, *, best_fn: Any = None) -> ocp.CheckpointManager:
-        """Opens a stock Orbax manager of the directory, which reads steps.
+        """Opens a read-only stock Orbax manager of the directory.
 
-        `best_fn` is the option of `ocp.CheckpointManagerOptions`.
+        `best_fn` is the option of that name of `ocp.CheckpointManagerOptions`.
         """
         options = ocp.CheckpointManagerOptions(
             read_only=True, create=False, save_interval_steps=0, best_fn=best_fn
@@ -292,7 +300,7 @@ class StoredSteps:
         return ocp.CheckpointManager(self.directory, options=options)
 
     def delete(self, step: int) -> None:
-        """Removes a step from the directory; every process makes the same call.
+        """Removes a step from the directory; all processes must make the same call.
 
         Raises:
             FileNotFoundError: the directory does not have the step.
@@ -304,7 +312,7 @@ class StoredSteps:
         remove_deleted(self.directory)
 
     def stock_metadata(self, step: int) -> Any:
-        """Reads the item metadata of a step that stock Orbax wrote."""
+        """Returns Orbax's `item_metadata` of a step that stock Orbax wrote."""
         unnamed = (self.directory / str(step) / DEFAULT).exists()
         with ocp.CheckpointManager(
             self.directory,

@@ -1,7 +1,7 @@
 """`dtft bench transport`: throughput of fetching slices, compared with raw sockets.
 
-Fetches and raw transfers alternate, so that a noisy machine disturbs both alike. Both
-move the same bytes from another process into preallocated memory, over at most
+Fetches and raw transfers alternate, so that noise of the machine affects both equally.
+Both move the same bytes from another process into preallocated memory, over at most
 `streams` connections at a time. The fetch checks the digests of all chunks and can
 encrypt; the raw sockets only receive. The benchmark succeeds whatever the throughput.
 """

@@ -436,9 +436,9 @@ class Channel:
         Args:
             timeout_s: limit for the whole frame, in seconds.
             sink: called once with the header and the payload's size in bytes, also for
-                an empty payload. Returns memory of this size, or None to discard the
-                payload. Without a sink, a payload of at most `MAX_UNPLACED` bytes (64
-                MiB) gets new memory.
+                an empty payload. Returns memory of this size (a memoryview, or a
+                sequence of several), or None to discard the payload. Without a sink, a
+                payload of at most `MAX_UNPLACED` bytes (64 MiB) gets new memory.
             begin_s: limit until the frame's first byte arrives, in seconds. None, or a
                 limit above `timeout_s`, has no effect.
             max_header: largest header that is accepted, in bytes; also limits the
@@ -446,7 +446,8 @@ class Channel:
 
         Returns:
             The header, and the memory with the payload. The memory is empty if the
-            payload was discarded or the sink did not return exactly one piece.
+            payload was discarded, or if the sink returned a sequence that does not have
+            exactly one memoryview.
 
         Raises:
             ChannelClosed: the connection has ended.

@@ -73,7 +73,7 @@ Found = list[tuple[int, Any]]
 
 
 class _Lookup:
-    """A running lookup of one name; all callers that need the name wait for it."""
+    """A running lookup of a host name and port; all callers that need it wait."""
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -187,8 +187,8 @@ def _ask(host: str, port: int, flags: int) -> Found:
 def local_host(host: str, timeout_s: float) -> str:
     """Returns the IP address of this machine from which it would connect to a host.
 
-    Of several addresses of the host, the first counts to which this machine has a
-    route. Sends no packet to the host.
+    If the host has several addresses, the first to which this machine has a route
+    decides. Sends no packet to the host.
 
     Args:
         host: name or IP address, without brackets.

@@ -51,9 +51,9 @@ answer. After that a new connection is opened."""
 READ_S = 30.0
 """Limit of one read of a peer's lent memory, in seconds."""
 TRIES = 4
-"""A broken connection is not opened again after this many in a row without progress: no
-whole range arrived and no chunk was verified. A slice is reported as corrupt after this
-many wrong copies of one of its chunks."""
+"""Number of connections in a row that may fail without progress (no whole range arrived
+and no chunk was verified) before a connection is no longer opened again. Also the
+number of wrong copies of a chunk after which its slice is reported as corrupt."""
 _PAUSE_S = 0.05
 
 
@@ -260,10 +260,11 @@ def _stream(
     """Fetches ranges over one connection until no range of `work` is left to request.
 
     Opens a broken connection again. The unverified ranges of a broken connection return
-    to `work`, where other connections can take them. Gives up in these cases:
+    to `work`, where other connections can take them. After an error of NIXL (RDMA),
+    fetches over TCP. Gives up in these cases:
 
     * The peer refuses connections, lacks a slice, or has a slice of another size.
-    * A read through NIXL (RDMA) was not released, so it may still write to its targets.
+    * A read through NIXL was not released, so it may still write to its targets.
     * The deadline has passed, or the fetch is given up.
     * `TRIES` connections in a row made no progress.
 

@@ -110,10 +110,13 @@ def count(data: bytes | bytearray, limit: int) -> int:
 def _kind(code: int) -> tuple[int, int, int]:
     """Describes the msgpack values whose first byte is `code`.
 
-    Returns:
-        The size in bytes of the length field that follows `code`; the size that `code`
-        itself gives, in values for a list or map, otherwise in bytes; and the number of
-        values per element: 1 for a list, 2 for a map, 0 for any other value.
+    Returns three numbers:
+
+    * The size in bytes of the length field that follows `code`; 0 if there is none.
+    * The length that `code` itself gives, in addition to the length field: the number
+      of keys and elements of a list or map, or the number of bytes of any other value.
+    * What one unit of the length field counts: 1 value for a list, 2 for a map (key and
+      element), 0 for any other value, whose length is in bytes.
     """
     if 0x80 <= code <= 0x8F:
         return 0, 2 * (code & 15), 2
@@ -147,7 +150,8 @@ MAX_DATA_HEADER = 4 << 20
 header of a push or a fetch, and the answer to it, may be larger (`MAX_HEADER`), because
 they list all slices."""
 MAX_REQUEST_HEADER = 64 << 10
-"""Largest packed header of a hello or of a request with few fields, in bytes."""
+"""Largest packed header, in bytes, of a hello (a connection's first message) or of a
+request with few fields."""
 MAX_PAYLOAD = 1 << 40
 """Largest payload in bytes. A payload above `MAX_UNPLACED` is received only into memory
 from a `connection.Sink`."""
@@ -218,7 +222,7 @@ class Packed(list[Any]):
     """A list that is converted to msgpack once, when made, and used in many headers."""
 
     def __init__(self, values: Iterable[Any]) -> None:
-        """Converts the values to msgpack; later changes of the list do not count."""
+        """Converts the values to msgpack; headers lack later changes of the list."""
         super().__init__(values)
         self.data: bytes = msgpack.packb(list(self)) or b""
 
@@ -419,10 +423,10 @@ class Sealer:
 
     A seal is a keyed hash. Each direction has its own key, derived from the job's
     secret and both nonces of the handshake, and numbers its frames. The seals cover
-    header, payload size and frame number. So the `Opener` detects changed, missing,
-    repeated, reordered, reflected and foreign frames before the header is used or a
-    byte of the payload is stored. The payload's bytes are not sealed; its receiver
-    checks digests.
+    header, payload size and frame number. So the `Opener` detects frames that were
+    changed, lost, repeated, reordered, sent back to their sender or taken from another
+    connection, before the header is used or a byte of the payload is stored. The
+    payload's bytes are not sealed; its receiver checks digests.
     """
 
     def __init__(self, key: bytes) -> None:

@@ -256,14 +256,15 @@ class Outgoing:
 class PushedBytes:
     """Result of one attempt to push.
 
-    Says whether another attempt is needed, and how many bytes the peer lacked before.
+    Says whether another attempt is needed, and how many bytes the peer asked for.
     """
 
     done: bool
     """Whether no further attempt is needed: the peer has the whole push, or will never
     accept the push."""
     nbytes: int
-    """Bytes of the chunks that the peer lacked before this attempt."""
+    """Bytes of the chunks that the peer asked for in this attempt; 0 if it already has
+    the whole push, or does not accept the push."""
 
 
 def send_push(

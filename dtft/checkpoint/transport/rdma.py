@@ -50,7 +50,7 @@ class NixlError(OSError):
 
 
 class NixlUnreleased(NixlError):
-    """NIXL did not release a read, so it may still write to the read's targets."""
+    """NIXL did not release the handle of a read, and may still write to its targets."""
 
 
 class Nixl:
@@ -262,7 +262,8 @@ class _OneThread:
 
         Args:
             what: name of the call, for the error.
-            function: called with `arguments`; not at all if its turn comes too late.
+            function: called with `arguments`; not at all if earlier calls take the
+                whole `limit_s`.
             limit_s: longest wait for earlier calls and this one, in seconds.
             undo: called with the result of a call that ended too late.
 
@@ -286,10 +287,10 @@ class _OneThread:
         return future.result()
 
     def end(self, what: str, function: Callable[..., Any], *arguments: Any) -> bool:
-        """Calls a function that releases something, even if its turn comes late.
+        """Calls a function that releases something, even if earlier calls delay it.
 
-        Waits for at most `CALL_S` (5) seconds, and not at all while an earlier call
-        hangs.
+        Waits for its end for at most `CALL_S` (5) seconds, and not at all while an
+        earlier call hangs.
 
         Args:
             what: name of the call, for the warning.

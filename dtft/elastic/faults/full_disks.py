@@ -90,7 +90,8 @@ def memory_full(directory: Path) -> Callable[[], None]:
 def small_memory(directory: Path, mib: int) -> Iterator[Path]:
     """Mounts a tmpfs of `mib` MiB on a directory for the time of a `with` block.
 
-    Makes the directory if it does not exist. Yields the directory.
+    First unmounts all file systems on the directory or below it, and makes the
+    directory if it does not exist. Yields the directory.
     """
     unmount_below(directory)
     directory.mkdir(parents=True, exist_ok=True)

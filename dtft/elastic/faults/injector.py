@@ -47,10 +47,10 @@ NEAR_STEPS = 20
 STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, the limit between two snapshots
 REQUEST_S = 240.0
-"""Limit in seconds of a `scale` or a `drain`."""
+"""Limit in seconds of the wait for the reply to a `scale` or to a `drain` of a host."""
 HEALED_S = 5.0
-"""A fault of phase `healed` waits until all earlier stops, cuts and pauses with a
-duration have been undone for this many seconds."""
+"""A fault of phase `healed` waits until this many seconds have passed since all earlier
+faults with a duration were undone."""
 JOIN_S = 10.0
 """Limit in seconds of the wait for the injector's thread to end."""
 SAMPLE_S = 0.05
@@ -89,8 +89,8 @@ class InjectedFault:
     """Wall-clock time in seconds at which a fault with a duration was undone; None
     before that and for other faults."""
     gone_s: float | None = None
-    """Seconds from the fault until all processes that it stopped had ended; None if
-    some are alive, and for faults that stop no process."""
+    """Seconds from the fault until all processes that it suspended had ended; None if
+    some were alive when the fault was undone, and for faults that suspend none."""
     steps_per_s: float | None = None
     """pause-store: steps per second before the pause, in an interval as long as the
     pause. `steps_per_s_during`: steps per second during the pause. Both are None for
@@ -98,7 +98,8 @@ class InjectedFault:
     steps_per_s_during: float | None = None
     corrupted_bytes: int = 0
     reply: dict[str, Any] = field(default_factory=dict)
-    """scale, drain: the job's reply to the request; empty before the reply."""
+    """scale, drain: the job's reply to the request; of several hosts' drains, the last
+    reply. {"error": TEXT} if the request failed; empty before the reply."""
 
 
 class FaultInjector(threading.Thread):
@@ -122,15 +123,17 @@ class FaultInjector(threading.Thread):
             faults: faults in any order.
             seed: seed of the random delay of up to 50 ms before a fault without a phase
                 (an activity such as a commit, during which the fault is to happen). The
-                delay applies to faults that kill hosts or trainers, stop processes, cut
-                hosts off or pause the store.
+                delay applies to kills of hosts and trainers, and to faults that can be
+                undone, such as stops, cuts and pauses of the store.
             rejoin_s: seconds after which a killed host is started again, or after which
                 a new host replaces a host that was drained, or that is stopped or cut
                 off for ever; None: neither happens.
             network: the hosts' network namespaces; needed for cuts.
             fail_marker: file that a trainer makes just before it raises the exception
                 of a fault `fail` that happens only once (without the option `always`).
-            last_step: last step of the run; speeds are measured up to this step.
+                None: the exception is looked for in the trainer's log.
+            last_step: last step of the run; speeds are measured up to this step. 0: the
+                last step is unknown.
         """
         super().__init__(daemon=True)
         self._cluster = cluster
@@ -175,15 +178,18 @@ class FaultInjector(threading.Thread):
                 self._open.pop()[1].end()
 
     def stop(self) -> None:
-        """Cancels the faults that have not happened yet. The thread then no longer
-        undoes faults that are in force."""
+        """Cancels the faults that have not happened yet, and ends the thread soon.
+
+        Faults that are in force stay in force (see `undo_mounts`).
+        """
         self._cancelled.set()
 
     def undo_mounts(self) -> None:
         """Undoes the faults in force that make directories full or read-only.
 
         Call it after `stop`. First waits up to `JOIN_S` seconds for the thread to end,
-        if it was started. An error of one fault does not keep the others in force.
+        if it was started. If undoing one fault fails, the other faults are undone
+        before the error is raised.
         """
         with contextlib.ExitStack() as undone:
             undone.callback(self._undo_mounts)
@@ -198,8 +204,11 @@ class FaultInjector(threading.Thread):
 
     @property
     def done(self) -> bool:
-        """Whether all faults have happened, all faults with a duration are undone, and
-        all requests to scale or drain have replies."""
+        """Whether all faults have happened and none is still in progress.
+
+        All faults with a duration are then undone, and all requests to scale or drain
+        have replies or have failed.
+        """
         expected = [fault for fault in self._faults if fault.kind != "corrupt"]
         open_ = [
             it for it in self.injected if it.fault.kind in _REQUESTS and not it.reply
@@ -225,9 +234,10 @@ class FaultInjector(threading.Thread):
 
     @property
     def held(self) -> frozenset[str]:
-        """Hosts that are stopped or cut off for ever.
+        """Names of the hosts that are suspended or cut off for ever.
 
-        The drill does not wait until these hosts end.
+        A host is suspended if its agent is. The drill does not wait until these hosts
+        end.
         """
         return frozenset(
             host
@@ -238,8 +248,10 @@ class FaultInjector(threading.Thread):
 
     @property
     def restarts_due(self) -> int:
-        """Number of hosts that are to be started after `rejoin_s` seconds, and have not
-        been started yet."""
+        """Number of hosts that are to be started after faults and were not started yet.
+
+        A host is started `rejoin_s` seconds after the fault that took one away.
+        """
         return self._restarts_due
 
     # ----------------------------------------------------------------- watching
@@ -322,7 +334,7 @@ class FaultInjector(threading.Thread):
         return tuple(self._slots[slot] for slot in fault.slots)
 
     def _spares(self) -> tuple[str, ...]:
-        """Returns the running hosts without a slot that take part in the job."""
+        """Returns the hosts without a slot whose agents have made progress boards."""
         return tuple(
             host
             for host in sorted(self._cluster.agents)
@@ -356,10 +368,13 @@ class FaultInjector(threading.Thread):
         return pair.value.decode()
 
     def _reached(self, fault: Fault, corrupting: Sequence[Fault] = ()) -> bool:
-        """Whether the moment of a fault has come.
+        """Whether a fault may be carried out now: its step and its phase have come.
 
-        `corrupting` are the `corrupt` faults that take effect together with `fault`.
-        The job must have all slots of these faults. It may have to grow before.
+        The phase is the job's activity during which the fault is to happen. A fault of
+        phase `recovery` waits for a recovery, and not for its step. A `fail` waits for
+        the exception that it causes in a trainer. False while the job has too few slots
+        for the slots that the faults name; a `scale` may add slots later. `corrupting`
+        are the `corrupt` faults that take effect together with `fault`.
         """
         slots = [slot for it in (fault, *corrupting) for slot in it.slots]
         if max(slots, default=-1) >= len(self._slots):
@@ -461,8 +476,7 @@ class FaultInjector(threading.Thread):
         return True
 
     def _resume(self, hosts: Iterable[str]) -> None:
-        """Resumes all processes of hosts (SIGCONT); leaves out hosts that were
-        killed."""
+        """Resumes all processes of hosts (SIGCONT); leaves out killed hosts."""
         for host in hosts:
             if host in self._cluster.agents:
                 self._cluster.signal_host(host, signal.SIGCONT)
@@ -471,8 +485,9 @@ class FaultInjector(threading.Thread):
         """Begins a fault that can be undone, such as a stop or a cut (`INTERRUPTIONS`).
 
         Returns:
-            False if the activity during which the fault was to happen (its phase) ended
-            before the fault began; the fault is then undone at once.
+            Whether the fault is in force. False if the activity during which the fault
+            was to happen (its phase) ended before the fault began; the fault is then
+            undone at once.
         """
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
@@ -495,10 +510,11 @@ class FaultInjector(threading.Thread):
         return True
 
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
-        """Resumes the trainers that were stopped until storage had a step.
+        """Resumes the victims' trainers after a stop-agent or cut of phase `stored`.
 
-        This is for faults of phase `stored`: they happen once an export has completed.
-        Does nothing if the fault itself stops the trainers.
+        `_hold_until_stored` suspended these trainers until an export had completed.
+        Does nothing for other faults: `stop-host` and `stop-trainer` suspend the
+        trainers themselves, and no other kind that can be undone hits hosts.
         """
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
             for pid in self._trainer_pids(victims):
@@ -536,13 +552,14 @@ class FaultInjector(threading.Thread):
         )
 
     def _hold_until_stored(self, victims: tuple[str, ...]) -> bool:
-        """Stops the victims' trainers and waits until the run has completed an export.
+        """Suspends the victims' trainers and waits for the run's first export.
 
-        The agents are not stopped, so an export continues.
+        Does not wait if an export has completed before. The agents are not suspended,
+        so an export in progress continues.
 
         Returns:
-            False if the faults were cancelled before an export was completed. The
-            trainers continue.
+            True once an export has completed; the trainers stay suspended. False if the
+            faults were cancelled before; the trainers continue.
 
         Raises:
             TimeoutError: no export completed within `FIRST_EXPORT_S` seconds. The
@@ -597,20 +614,20 @@ class FaultInjector(threading.Thread):
             self._cluster.signal_host(host, signal.SIGCONT)
 
     def _expect_restarts(self, count: int) -> None:
-        """Adds to `restarts_due`, unless hosts are not restarted.
+        """Adds `count` to `restarts_due`; does nothing if `rejoin_s` is None.
 
-        Call it before the hosts are lost. Otherwise the drill could end because no host
-        runs and none is due.
+        Call it before `count` hosts are lost. Otherwise the drill could end because no
+        host runs and none is to be started.
         """
         if self._rejoin_s is not None:
             with self._count_lock:
                 self._restarts_due += count
 
     def _start_later(self, host: str | None = None) -> None:
-        """Starts a host after `rejoin_s` seconds, unless hosts are not restarted.
+        """Starts a host after `rejoin_s` seconds; does nothing if `rejoin_s` is None.
 
-        `host` is the name of a host that was killed; None: a new host. The caller has
-        counted it with `_expect_restarts`.
+        `host` is the name of a host that was killed; None: a new host is started. The
+        caller has added the host to `restarts_due` with `_expect_restarts`.
         """
         if self._rejoin_s is not None:
             start = functools.partial(self._start_host, host)
@@ -730,7 +747,8 @@ def rate(
     """Computes the steps per second in an interval; None with fewer than two samples.
 
     The interval ends early at the run's last step. Samples of the first `WARM_STEPS`
-    steps are left out. In the examples, a step takes 0.1 s.
+    steps are left out. In the examples a step takes 0.1 s. In the second example the
+    run ends at 99 s, at step 990, so the two later samples are left out.
 
     Args:
         samples: (time in seconds, last finished step), in order of time.

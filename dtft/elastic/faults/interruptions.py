@@ -1,9 +1,9 @@
-"""Reversible faults of a drill: stopped processes, cut hosts, a paused store, and
-directories that are full or read-only.
+"""Reversible faults of a drill: suspended processes, cut networks, full directories.
 
-`begin` begins a fault and returns an `Interruption`, whose `end` undoes the fault. A
-fault consists of signals, changes of the hosts' network namespaces, mounts, or a file
-that fills a file system. The module `injector` decides the victims and the moment.
+A paused store and read-only storage are reversible faults, too. `begin` begins a fault
+and returns an `Interruption`, whose `end` undoes the fault. A fault consists of
+signals, changes of the hosts' network namespaces, mounts, or a file that fills a file
+system. The module `injector` decides the victims and the moment.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.processes import process_alive, session
 
 OF_DIRECTORIES = ("full-storage", "readonly-storage", "full-memory")
-"""Kinds of faults that make a directory of the job full or read-only. The drill undoes
-them at its end, even if their duration is not over."""
+"""Kinds of faults that make the storage directory full or read-only, or the arena
+directory full. The drill undoes them at its end, even if their duration is not over."""
 INTERRUPTIONS = (
     *("stop-agent", "stop-host", "stop-trainer", "cut", "pause-store"),
     *OF_DIRECTORIES,
 )
-"""Kinds of faults that last for a time and can be undone."""
+"""Kinds of faults that `begin` can begin and `Interruption.end` can undo."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Interruption:
     """One fault that has begun, and the function that undoes it."""
 
     pids: tuple[int, ...]
-    """Process ids of the stopped processes; empty for a fault that stops none."""
+    """Process ids of the processes that the fault suspended (SIGSTOP); may be empty."""
     end: Callable[[], None]
-    """Undoes the fault; stopped processes that have died meanwhile stay dead."""
+    """Undoes the fault; suspended processes that have died meanwhile stay dead."""
 
     @property
     def gone(self) -> bool:
@@ -62,13 +62,17 @@ def begin(
     Args:
         fault: a fault that can be undone: its kind is in `INTERRUPTIONS`.
         hosts: names of the hosts that the fault hits; for a cut between two hosts
-            (reach "pair"), these two.
+            (reach "pair"), these two. Ignored by faults of the store and of
+            directories.
         cluster: the local cluster of these hosts.
         network: the hosts' network namespaces; needed for cuts only.
         trainer_pids: process ids of the hosts' trainers; used for stop-trainer only.
 
     Raises:
-        ValueError: the fault is of another kind.
+        ValueError: the fault's kind is not in `INTERRUPTIONS`; full-memory would have
+            to fill a file system of more than 1 GiB; or the command `ip` failed in a
+            cut.
+        RuntimeError: a mount of full-storage or readonly-storage failed.
     """
     match fault.kind:
         case "stop-agent":

@@ -38,14 +38,14 @@ class NoNamespacesError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class HostNamespace:
-    """One host's namespace; `number` is the last part of the host's address in both
-    networks."""
+    """One host's network namespace and its interfaces."""
 
     name: str
     number: int
+    """Last number of the host's IP addresses in the hosts' and the store's network."""
     outer: tuple[str, str]
-    """Names of the interfaces that connect the namespace to this machine's bridges: to
-    the hosts' bridge, to the store's bridge."""
+    """Names of the interfaces, outside the namespace, that connect it to two bridges of
+    this machine: to the bridge of all hosts, and to the bridge to the store."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,11 +99,11 @@ class HostNamespaces:
 
     @property
     def store_host(self) -> str:
-        """This machine's address in the store's network."""
+        """This machine's IP address in the network that leads to the store."""
         return f"{self._networks[1]}.{_GATEWAY}"
 
     def address(self, host: str) -> str:
-        """The host's address in the network of the hosts."""
+        """Returns the host's IP address in the network of the hosts."""
         return f"{self._networks[0]}.{self._hosts[host].number}"
 
     def prefix(self, host: str) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ class HostNamespaces:
         self._apply(cut)
 
     def close(self) -> None:
-        """Removes this cluster's namespaces, interfaces and files in `NETNS_ETC`."""
+        """Removes this cluster's namespaces, interfaces and files in /etc/netns."""
         _remove(self._base)
 
     # ------------------------------------------------------------------ cutting
@@ -145,10 +145,10 @@ class HostNamespaces:
         return cut
 
     def _apply(self, cut: NetworkCut) -> None:
-        """Sets the interfaces or ARP entries that a cut changes.
+        """Updates the interfaces or ARP entries of the hosts of a cut.
 
-        The new values follow from all cuts in force. Called when `cut` begins and when
-        it is undone.
+        Sets them as all cuts in force require. Called after `cut` was added to these
+        cuts, and after it was removed from them.
         """
         for name in cut.hosts:
             host = self._hosts[name]
@@ -229,16 +229,17 @@ class HostNamespaces:
         self._make_known(host)
 
     def _mac(self, side: int, number: int) -> str:
-        """Returns the hardware address (MAC) for an IP address in one of the networks.
+        """Computes the hardware address (MAC) of the interface with an IP address.
 
-        `side` is 0 for the hosts' network and 1 for the store's. `number` is the last
-        number of the IP address.
+        The address is 02:00, followed by the four numbers of the IP address. `side` is
+        0 for the hosts' network and 1 for the store's. `number` is the last number of
+        the IP address.
         """
         parts = [int(part) for part in self._networks[side].split(".")] + [number]
         return "02:00:" + ":".join(f"{part:02x}" for part in parts)
 
     def _set_neighbours(self, host: HostNamespace) -> None:
-        """Sets a host's ARP entries for all other hosts and the bridges."""
+        """Sets the ARP entries that `host` has for all other hosts and the bridges."""
         others = {it.number for it in self._hosts.values()} - {host.number}
         ends = [(0, number) for number in sorted(others | {_GATEWAY})] + [(1, _GATEWAY)]
         _batch(
@@ -250,7 +251,10 @@ class HostNamespaces:
         )
 
     def _make_known(self, host: HostNamespace) -> None:
-        """Sets the ARP entries for `host` on all other hosts and the bridges."""
+        """Sets the ARP entries that all other hosts and the bridges have for `host`.
+
+        Hosts whose namespace has not been made yet are left out.
+        """
         made = set(_names("netns"))
         for other in self._hosts.values():
             if other is not host and other.name in made:
@@ -307,8 +311,10 @@ def remove_leftovers() -> None:
 
 
 def sweep_namespaces() -> None:
-    """Calls `remove_leftovers`; does nothing without root, or if `ip` is missing or
-    fails."""
+    """Removes namespaces and interfaces of processes that have ended, if it can.
+
+    Does nothing without root or without the command `ip`, and ignores errors of `ip`.
+    """
     with contextlib.suppress(NoNamespacesError):
         check_namespaces()
         remove_leftovers()
@@ -347,8 +353,11 @@ def _free_networks() -> tuple[str, str]:
 
 
 def _remove(base: str) -> None:
-    """Removes interfaces, namespaces and files whose names begin with `base` and a
-    letter."""
+    """Removes one process's interfaces, namespaces and folders in /etc/netns.
+
+    `base` is "dtft" and the process id, such as "dtft4711". Names that begin with
+    `base` and a letter belong to this process.
+    """
     for kind in ("link", "netns"):
         for name in _names(kind):
             if re.match(rf"{base}[a-z]", name):

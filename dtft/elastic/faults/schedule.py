@@ -2,15 +2,17 @@
 
 ``KIND[:WHOM]@STEP[:OPTION...]``, for example ``kill-host:1@150``,
 ``kill-host:0+2@40:replicate``, ``stop-agent:leader@20:10`` or ``cut:1@30:store:20``.
-WHOM is a slot, several slots joined by ``+``, or a role at the moment of the fault:
-``leader`` or ``follower``. ``follower`` is the host with the lowest slot, except the
-leader's host; for a cut of a pair, the two hosts with the lowest slots, except the
-leader's host. For ``scale`` WHOM is a number of replicas. STEP is the training step at
-which the fault is due. An option is a phase (the job's activity during which the fault
-happens), a number of seconds (the fault is undone after them), the reach of a cut
-(which packets are dropped), or ``always`` (a ``fail`` happens at every attempt).
-`RULES` has the options that each kind allows. Without seconds a stop or a cut lasts for
-ever. This module only parses; `injector` carries the faults out.
+WHOM names the victims: a slot, several slots joined by ``+``, or a role. The role
+``leader`` is the host that leads at the moment of the fault. The role ``follower`` is
+the host with the lowest slot that does not lead; for a cut with reach ``pair``, the two
+such hosts with the lowest slots. For ``scale`` WHOM is a number of replicas. STEP is
+the training step at which the fault is due.
+
+An option is a phase (the job's activity during which the fault happens), a number of
+seconds (the fault is undone after them), the reach of a cut (which packets are
+dropped), or ``always`` (a ``fail`` happens at every attempt). `RULES` has the options
+that each kind allows. Without seconds a stop or a cut lasts for ever. This module only
+parses; `injector` carries the faults out.
 """
 
 import re
@@ -49,9 +51,12 @@ Phase = Literal[
     "stored",
     "healed",
 ]
-"""The job's activity at the moment of the fault. stored: an export has completed.
-healed: `injector.HEALED_S` seconds have passed since all earlier stops, cuts and pauses
-with a duration were undone."""
+"""The job's activity at the moment of the fault. compute: the step was just dispatched.
+collective: the other hosts wait in a collective for the victims. replicate: the step's
+copies are made. commit: the step is being committed. export: a step is written to
+storage. recovery: the job recovers from an earlier failure. stored: an export has
+completed. healed: `injector.HEALED_S` seconds have passed since all earlier faults with
+a duration were undone."""
 Reach = Literal["all", "store", "out", "in", "pair"]
 """The packets that a cut drops. all: all packets of a host. store: packets between a
 host and the store. out: packets that a host sends. in: packets that a host receives.
@@ -72,7 +77,10 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The victims (WHOM) and options that the notation of one kind of fault allows."""
+    """The victims (WHOM) and options that the notation of one kind of fault allows.
+
+    `phase`, `reach` and `always` are True if the option of this name is allowed.
+    """
 
     whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
     phase: bool = False
@@ -136,13 +144,16 @@ class Fault:
     step: int
     phase: Phase | None
     role: Role | None = None
-    """Role of the victim at the moment of the fault; replaces `slots`."""
+    """The victim is the host with this role at the moment of the fault, and `slots` is
+    empty. None: `slots` or `kind` decides the victims."""
     seconds: float | None = None
-    """Duration of a stop, cut or pause in seconds; None: for ever."""
+    """Seconds after which a stop, cut, pause, or full or read-only directory is undone.
+    None: a stop or cut lasts for ever; other kinds have no duration."""
     reach: Reach = "all"
     """`cut`: which packets are dropped (see `Reach`)."""
     always: bool = False
-    """`fail`: whether the step fails at every attempt; False: only once."""
+    """`fail` (an exception in a trainer): whether the step fails at every attempt;
+    False: only once."""
     replicas: int = 0
     """`scale`: the number of replicas to request."""
 
@@ -163,11 +174,11 @@ class Fault:
 
     @property
     def holds(self) -> bool:
-        """Whether the fault suspends agents or hosts, or cuts hosts off; False if it
-        kills.
+        """Whether the fault suspends agents or whole hosts, or cuts hosts off.
 
         True for `stop-agent`, `stop-host`, and `cut` unless its reach is `pair` (a cut
-        between two hosts only). `stop-trainer` suspends no agent, so it is False.
+        between two hosts only). If such a fault lasts for ever, the drill does not wait
+        until the agents of its hosts end.
         """
         held = self.kind in ("stop-agent", "stop-host", "cut")
         return held and self.reach != "pair"
@@ -180,8 +191,8 @@ def _number(seconds: float) -> str:
 def parse_fault(text: str, num_slots: int) -> Fault:
     """Parses the notation of one fault.
 
-    `str` of the returned fault is its notation. There the options have a fixed order,
-    which the third example shows.
+    `str` of the returned fault is its notation, with the options in the order phase,
+    reach, seconds, `always`.
 
     Args:
         text: the notation.
@@ -225,7 +236,7 @@ def parse_fault(text: str, num_slots: int) -> Fault:
 def _slots(
     text: str, kind: str, rule: Rule, whom: str, num_slots: int
 ) -> tuple[int, ...]:
-    """Parses the victims' slots; returns () for a role or a kind without victims.
+    """Parses the victims' slots; returns () for a role, or a kind that takes no WHOM.
 
     Args:
         text: the notation of the whole fault, for error messages.
@@ -276,7 +287,8 @@ def _options(
         options: the options, such as "commit" or "20".
 
     Returns:
-        The field of `Fault` that each option sets, and its value.
+        The values of the fields of `Fault` that the options set, by field name; always
+        has "phase", which is None if no option is a phase.
 
     Raises:
         ValueError: an option is unknown, not allowed, given twice or missing.

@@ -57,8 +57,8 @@ class Agent:
         Raises:
             StoreUnavailable: the store does not answer.
             JobMismatch: a live host has this host's name.
-            ValueError: the arena directory does not exist, a live agent has the memory
-                directory, or the port cannot be opened.
+            ValueError: the arena directory does not exist, a live agent or another user
+                has the memory directory, or the port cannot be opened.
         """
         if edges is None:
             refuse_taken_name(store, config)
@@ -175,7 +175,9 @@ class Agent:
     def start(self) -> None:
         """Registers this host in the store and starts the periodic tick.
 
-        Also starts a standby trainer, unless the user starts the trainers.
+        The tick, every `TICK_S` seconds, renews the lease, checks the connections and
+        the trainer, connects to the leader, and campaigns for leadership if there is no
+        leader. Also starts a standby trainer, unless the user starts the trainers.
 
         Raises:
             StoreUnavailable: the store cannot be reached.
@@ -290,8 +292,10 @@ class Agent:
             self._follower.retire()
 
     def _lapsed(self) -> None:
-        """Sends this host's new record to the leader, because its store lease has
-        expired."""
+        """Sends the leader this host's record, after this host's lease has expired.
+
+        The record has the next incarnation.
+        """
         self._tell_record()
 
     def _tell_record(self) -> None:
@@ -302,8 +306,10 @@ class Agent:
             self._leader_link.send(described(record))
 
     def describe(self, record: HostRecord) -> None:
-        """Sends a changed record of this host to the leader; the next ticks write the
-        record to the store."""
+        """Sends a changed record of this host to the leader.
+
+        A later tick (see `start`) writes the record to the store.
+        """
         self._membership.describe(record)
         self._tell_record()
 
@@ -371,11 +377,12 @@ class Agent:
             self._prove_end(leader, record)
 
     def _prove_end(self, leader: Leader, record: HostRecord) -> None:
-        """Probes the port of a host that has a slot, but is not listed in the store.
+        """Tries to connect to a host that has a slot, but is not listed in the store.
 
-        If the port refuses connections, tells `leader` that the host's agent has ended.
-        Otherwise does nothing: the host may be cut off from the store alone, so the new
-        leader waits for the host to connect.
+        `record` is the host's last record, and `leader` this host's `Leader`. If the
+        port in `record` refuses connections, the host's agent has ended, and `leader`
+        is told so. Otherwise does nothing: the host may be cut off from the store
+        alone, so `leader` waits for the host to connect.
         """
 
         def answered(state: PortState) -> None:
@@ -417,8 +424,10 @@ class Agent:
         return (view.term, leader) if leader is not None else None
 
     def _moved_message(self) -> Message | None:
-        """Makes the message that names the newest leader; None if this host leads or no
-        leader is known."""
+        """Makes the message that names the newest leader to other hosts.
+
+        Returns None if this host leads or no leader is known.
+        """
         newest = self._newest_leader()
         if newest is None or newest[1].host == self._config.host:
             return None
@@ -454,8 +463,8 @@ class Agent:
         """Gives up the leader key if too few hosts stay connected to this leader.
 
         Too few hosts are connected if they and this host are fewer than the job's slots
-        and fewer than the hosts in the store. The key is given up after twice the
-        duration of a lease.
+        and fewer than the hosts in the store. The key is given up once this has lasted
+        for twice the duration of a lease.
         """
         needed = min(leader.num_slots, len(leader.view.hosts))
         if self._links.count + 1 >= needed:
@@ -471,9 +480,11 @@ class Agent:
     def _leader_moved(self, term: int, record: HostRecord) -> None:
         """Follows a leader that another host names; ends this host's own leadership.
 
-        Does nothing while the store answers. Also does nothing if `term`, the number of
-        the leader's term, is not later than the term of this host's last view of the
-        store, or is earlier than the term of a leader that a host has named before.
+        `term` is the number of the named leader's term. Does nothing in these cases:
+
+        * The store answers, so this host's view names the leader.
+        * `term` is not later than the term in this host's last view.
+        * A host has named a leader of a later term before.
         """
         if self._store_up or term <= self._membership.view.term:
             return  # the store's view is as new or newer
@@ -682,13 +693,14 @@ def campaign_delay_s(
 
 
 def unlisted(view: View, seen: Mapping[str, HostRecord]) -> list[HostRecord]:
-    """Returns the records of hosts with a slot that the store does not list any more.
+    """Returns the records of hosts with a slot that are no longer in the store.
 
-    Their agents have ended, or are cut off from the store.
+    The agents of these hosts have ended, or are cut off from the store. [] if no slots
+    are assigned.
 
     Args:
         view: the job's records in the store.
-        seen: maps each host to the last record that the store listed.
+        seen: maps each host that was ever in the store to its last record there.
     """
     if view.assignment is None:
         return []

@@ -37,6 +37,8 @@ from dtft.elastic.store import MirrorSource, Store, ThreadMirrors
 from dtft.elastic.transfer import Inbox
 
 Accept = Callable[[Message, ControlChannel], tuple[Heard, Closed] | None]
+"""Maps a connecting host's first message, and the connection, to the callbacks for its
+further messages and for its end; None refuses the connection."""
 
 
 class HostServer(Protocol):
@@ -72,8 +74,10 @@ class Service(Protocol):
         ...
 
     def give_up(self, places: Sequence[int]) -> None:
-        """Makes the service treat the processes with these indices in the world as
-        lost."""
+        """Makes the service treat some processes of the world as lost.
+
+        `places` are the indices of these processes in the world.
+        """
         ...
 
     def end(self) -> None:
@@ -90,7 +94,8 @@ class Asked:
     """Handlers of users' requests at a host's port.
 
     A user may ask to export a step to storage, to change the number of replicas, or to
-    let a host leave the job. Each handler gets the function that sends the answer.
+    let a host leave the job. Each handler gets the function that sends the answer;
+    `scale` first gets the number of replicas, `drain` the name of the host.
     """
 
     export: Callable[[Answer], None]
@@ -112,7 +117,8 @@ class Edges:
     """Makes the `Follower`, which carries out orders, from two functions: `emit` posts
     an event of this host to the loop, and `report` sends a report to the leader."""
     listen: Callable[[Inbox, Accept, Asked], HostServer]
-    """Opens this host's port; raises ValueError if it cannot be opened."""
+    """Opens this host's port: serves copies from the `Inbox`, accepts connections of
+    hosts, and passes on users' requests. Raises ValueError if it cannot be opened."""
     journal: Callable[[], Journal]
     service: Callable[[], Service]
     list_steps: Callable[[Path], Iterable[int]]
@@ -156,8 +162,8 @@ def local_edges(
             default the directory is made here and the follower makes its trainers.
 
     Raises:
-        ValueError: the arena directory does not exist, or a live agent has the memory
-            directory.
+        ValueError: the arena directory does not exist, or a live agent or another user
+            has the memory directory.
     """
     if trainers is None:
         make_memory_directory(config.memory_directory)

@@ -30,7 +30,7 @@ def start_exporter(
 
     Args:
         opening: the exporter's settings, which are the fields of its first message
-            (`exporter.Opening`).
+            (see `dtft.checkpoint.storage.exporter.Opening`).
         log_path: the file to which the exporter's stderr is appended.
         hear: called with the `ExporterProcess` and each answer of the exporter, and at
             the end of the process (an answer with `ended`).
@@ -55,8 +55,8 @@ def save_fields(
     Args:
         step: number of the step.
         memory: path of the arena.
-        buffers: one byte for each chunk of the slot's own slices: the number of the
-            arena buffer that has the chunk.
+        buffers: one byte for each chunk of the slot's own slices: the index, from 0, of
+            the one of the chunk's buffers in the arena that has this step's bytes.
         digests: the digests of each own slice, 16 bytes per chunk.
         items: the checkpoint's values that are not arrays.
     """
@@ -101,6 +101,11 @@ class HostExports:
     def begin(self, holder: ReplicaStore | None, order: dict[str, Any]) -> None:
         """Pins a step in `holder`, this host's copies, and starts the ordered export.
 
+        `order` is the leader's order: `step`, `slot` (whose slices this host writes),
+        `transfers` (slices to fetch from peers first), `rank` and `world` (index and
+        number of the exporters), `coordinator` (their address) and `failures`
+        (the number of exports that failed or were replaced before this one).
+
         If `holder` is None, only calls `exported` with an error. Otherwise first gives
         up an export that still runs: the leader orders one export at a time, so that
         export has already failed on another host. Then, if `holder` has dropped the
@@ -124,7 +129,8 @@ class HostExports:
     ) -> None:
         """Makes the exporter write a pinned step.
 
-        First fetches the slices of the slot that this host did not copy.
+        First fetches the slices of the order's slot of which this host has no copy: the
+        order's `transfers` list them.
         """
         step = order["step"]
         self._board.set("exporting", step)
@@ -144,12 +150,13 @@ class HostExports:
         exporter.save(fields, limit_s)
 
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
-        """Returns the running exporter, or a new one if the running one does not fit.
+        """Returns the exporter for an order: the running one, or a new one.
 
-        The running exporter fits if its settings are those of `order`, and the order's
-        `failures` (number of exports that failed or were replaced) has not changed.
-        After a failure every host starts a new exporter, because an old exporter would
-        wait for exporters of other hosts that have ended.
+        The running exporter is used if `order` and `holder` give the same settings as
+        at its start, and the order's `failures` (number of exports that failed or were
+        replaced) has not changed. Otherwise it is ended, and a new one is started. So
+        after a failure every host has a new exporter; an old one would wait for
+        exporters of other hosts that have ended.
         """
         opening = {
             "directory": str(self._config.storage_directory),

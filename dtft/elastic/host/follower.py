@@ -1,11 +1,13 @@
 """One host's duties in a job: carries out the leader's orders and reports.
 
-Starts and ends the trainer, keeps the copies, replicates, restores and exports. A
-user's process (`SeatPolicy.attached`) decides itself when to save and restore: it
-receives the number of the restorable step once its host has prepared its slot, sends
-its layout at its first save, and requests each step that it restores. All methods run
-on the agent's event loop; long work runs on threads that report with events. The leader
-decides slot, step and peers.
+Starts and ends the trainer, keeps the copies, replicates, restores and exports. The
+leader decides slot, step and peers. All methods run on the agent's event loop; long
+work runs on threads that report with events.
+
+In a served job the trainer is a user's process, which decides when it saves and when it
+restores. Once the host has a slot (and, if the leader orders a restore from memory, the
+slot's slices), the process is sent the number of the step that it can restore. The
+process sends its layout at its first save, and requests each step that it restores.
 """
 
 import functools
@@ -168,6 +170,7 @@ class Follower:
     def epoch(self) -> tuple[int, int]:
         """(generation, attempt) of the assignment that gave this host its slot.
 
+        `attempt` numbers the starts of the trainers within one generation, from 1.
         (0, 0) without a slot.
         """
         return self._task.epoch if self._task else (0, 0)
@@ -187,8 +190,11 @@ class Follower:
         return self._task is not None
 
     def inbox(self) -> Inbox:
-        """Returns the functions with which the transport's threads read this host's
-        state and report received slices."""
+        """Returns the functions through which other threads read this host's state.
+
+        The threads that serve connections read the copies and report received slices
+        with these functions.
+        """
         return Inbox(
             epoch=lambda: self.epoch,
             holder=lambda: self._copies.holder,
@@ -223,9 +229,11 @@ class Follower:
         )
 
     def _standby_failed(self, what: str) -> None:
-        """Lets the pause before the next start of a standby begin; logs `what` once.
+        """Begins the pause before the next start of a standby trainer.
 
-        Failures without `2 * MOST_WARM_S` seconds between them are logged once.
+        The pause lasts `WARM_S` seconds, and doubles with each further failure up to
+        `MOST_WARM_S`. After `2 * MOST_WARM_S` seconds without a failure it is `WARM_S`
+        again. `what` describes the failure; only the first of a series is logged.
         """
         now = self._loop.now()
         if now < self._warm_failed_at + 2 * MOST_WARM_S:
@@ -387,12 +395,13 @@ class Follower:
             ballot: (term, number) of the round, a new attempt to form the job. An order
                 of an earlier round is ignored.
             reason: why training stops; sent to the user's process.
-            fatal: whether the same processes would fail again; a waiting trainer is
-                then ended too.
+            fatal: whether the running processes would fail again; then a trainer that
+                waits without a slot is ended too.
             read: whether copies are read and checked for the report.
             epoch: (generation, attempt) of the newest assignment that the leader knows.
             step: step of the newest commit that the leader knows, -1 for none.
-            reach: host name to address of the hosts to try to connect to.
+            reach: maps the name of each host to which this host tries to connect to its
+                address; None for no host.
             keep: number of the world (set of connected JAX processes) whose trainers
                 give up their slots and keep their processes; 0 for none. A trainer of
                 another world is killed.
@@ -445,8 +454,8 @@ class Follower:
         """Continues a `reform` order after the trainer has given up its slot or ended.
 
         Args:
-            number: identifies the order to give up the slot; the event is ignored if it
-                is not the last such order.
+            number: identifies the order with which this host made the trainer give up
+                its slot. Nothing happens if this host no longer waits for this order.
             code: return code of a trainer that has ended by itself, else None.
         """
         if self._left is not None and self._left[0] == number:
@@ -537,11 +546,15 @@ class Follower:
             self._trainers.rehearse(world, fields)
 
     def share(self, ballot: tuple[int, int], keys: Mapping[str, str]) -> None:
-        """Passes another host's entries of the JAX coordination service to the trainer.
+        """Passes entries of another host's coordination service to the trainer.
 
-        This host's trainer writes the entries (`keys`: name to value) into its own
-        coordination service. Ignores an order of another round than `ballot`, the
-        newest one.
+        If each JAX process has a coordination service of its own, the processes find
+        each other by these entries: the trainer writes them into its own service.
+
+        Args:
+            ballot: (term, number) of the order's round, an attempt to form the job. An
+                order of another round than the newest one is ignored.
+            keys: maps the name of each key-value entry to its value.
         """
         if ballot == self._ballot:
             self._trainers.share(keys)
@@ -565,8 +578,8 @@ class Follower:
                 None.
 
         Returns:
-            The exit code of a trainer that had already ended with this host's slot, if
-            that end has not been reported yet; else None.
+            The exit code of this slot's trainer, if the trainer had already ended and
+            its end was not reported to the leader yet; else None.
         """
         code = None
         task, self._task = self._task, None
@@ -629,8 +642,7 @@ class Follower:
         )
 
     def _tell(self, op: str, **fields: Any) -> None:
-        """Sends a report to the leader, with the newest round (`ballot`) that this host
-        knows."""
+        """Sends a report to the leader; adds `ballot`, the newest round known here."""
         self._report(op, ballot=self._ballot, **fields)
 
     def retire(self) -> None:
@@ -740,11 +752,11 @@ class Follower:
     def release(
         self, step: int, committed: bool, commit: str = "", **told: Any
     ) -> None:
-        """Drops copies older than a replicated step, except the last committed step.
+        """Drops the copies of steps before `step`, except those of the last commit.
 
-        Also reports the step to the trainer, with the buffers that the trainer wants
-        for its next snapshot, and starts a standby trainer. Without a slot or copies,
-        this host only remembers the commit.
+        Also tells the trainer that the step is released, sends it the buffers for its
+        next snapshot if it waits for them, and starts a standby trainer. Without a slot
+        or copies, this host only remembers the commit.
 
         Args:
             step: the replicated step: each of its slices has enough copies on hosts.
@@ -780,9 +792,10 @@ class Follower:
     def _keep(self, commit: Commit) -> None:
         """Remembers a commit if it is of the assignment in the last `prepare` order.
 
-        The hosts in the order become the commit's holders. Replaces an earlier entry
-        for the same step: a commit that the store could not record at first is released
-        a second time once it is recorded.
+        The hosts in that order are remembered as the commit's holders. Replaces the
+        remembered commit of the same step: a commit that the store could not record at
+        first is released a second time once it is recorded. Only the newest
+        `KEPT_COMMITS` commits are remembered.
         """
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
@@ -811,9 +824,9 @@ class Follower:
     def pass_on(self, op: str, **fields: Any) -> None:
         """Passes a leader's message of the kind `op` to the trainer.
 
-        An `assemble` order starts resharding instead: this host assembles the slices
-        that the user's process has requested. An `assemble` order with an `error` is
-        passed on as an `assembled` message.
+        The kind `assemble` is not passed on. It makes this host assemble the slices
+        that the user's process has requested (`Resharding.begin`). If it has the field
+        `error`, the trainer is sent an `assembled` message with this error instead.
         """
         if op != "assemble":
             self._trainers.send(op, **fields)
@@ -890,7 +903,8 @@ class Follower:
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
         """Passes a trainer's message to the leader as a report of the kind `op`.
 
-        The message shows that the recovery on this host is over. This is written to the
+        The report also has the slot of `task`. A trainer that sends such a message has
+        restored its state, or fails. So the host no longer counts as recovering on the
         progress board, which other processes read.
         """
         self._board.set("recovering", 0)
@@ -901,8 +915,8 @@ class Follower:
     ) -> None:
         """Reports a request of the user's process to the leader.
 
-        The report's kind is `op`, and it has those fields of the message that `names`
-        lists.
+        The report is of the kind `op`. It has the slot of `task`, and those fields of
+        the process's message that `names` lists.
         """
         told = {name: message[name] for name in names}
         self._tell(op, slot=task.slot, **told)
@@ -957,10 +971,11 @@ class Follower:
         """Accepts a layout if its memory was allocated; otherwise reports `unfit`.
 
         Args:
-            task: the task of the slot for which memory was allocated.
+            task: the task of the slot for which memory was allocated. If this host has
+                another task now, the layout is not accepted.
             layout: the trainer's layout.
             is_new: whether the layout differs from that of the restored commit.
-            outcome: whether the allocation succeeded.
+            outcome: the allocation that has ended; has an exception if it failed.
         """
         error = outcome.exception()
         if error is not None:  # also for a former formation: slots need equal memory
@@ -1014,9 +1029,11 @@ class Follower:
             step: the step.
 
         Returns:
-            The answer to the trainer: `step`, the buffers, and `copied` (which slices
-            to copy, see `Copies.share`). None if no buffer is free. Then the trainer
-            gets the answer once there is one; it waits for `timeouts.start` at most.
+            The answer to the trainer: `step`, the buffers, and `copied` (which of the
+            slot's slices the trainer copies from its devices, in the form of
+            `Copies.share`). None if a chunk has no free buffer. Then the answer is sent
+            later, once all chunks have one; the trainer waits for `timeouts.start` at
+            most.
         """
         task.wanted = None
         try:
@@ -1028,10 +1045,10 @@ class Follower:
             return None
 
     def _room_late(self, task: SlotTask, holder: ReplicaStore, step: int) -> None:
-        """Sends the trainer the buffers that were not free before, once they are.
+        """Sends the trainer the answer of `_room`, once every chunk has a free buffer.
 
-        Does nothing if the slot or its copies were replaced meanwhile. The arguments
-        are those of `_room`.
+        Tries again every `ROOM_AGAIN_S` seconds until then. Does nothing if the slot or
+        its copies were replaced meanwhile. The arguments are those of `_room`.
         """
         if task is not self._task or holder is not self._copies.holder:
             return
@@ -1046,7 +1063,7 @@ class Follower:
         """Takes the buffers; returns the answer to the trainer (see `_room`).
 
         Raises:
-            RuntimeError: no buffer is free.
+            RuntimeError: a chunk has no free buffer.
         """
         room = holder.begin_stage(step)
         return {"step": step, "copied": self._copies.share(task.turn), **vars(room)}
@@ -1082,8 +1099,10 @@ class Follower:
     def tick(self) -> None:
         """Checks the trainer's progress, at most once in `LOOK_S` seconds.
 
-        Reports the progress when a report is due, and dumps the trainer's stacks when a
-        dump is due. Does nothing without a slot, or if the user starts the trainers.
+        Reports the progress to the leader: every second while a phase (such as a step)
+        lasts for 2 s or longer, else every ten seconds (`ProgressWatch.report_due`).
+        Makes the trainer write its stacks to its log once a phase has lasted for 80% of
+        its limit. Does nothing without a slot, or if the user starts the trainers.
         """
         task, now = self._task, self._loop.now()
         if task is None or self._seats.attached or now < self._look_at:
@@ -1222,7 +1241,7 @@ def _epoch_of(order: Message) -> tuple[int, int]:
 
 
 def _age(commit: Commit) -> tuple[int, int, int]:
-    """Returns a sort key, which is larger for a newer commit."""
+    """Returns (generation, attempt, step), which is larger for a newer commit."""
     return commit.generation, commit.attempt, commit.step
 
 
@@ -1257,8 +1276,11 @@ def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
 
 
 def observe(board: ProgressBoard, pid: int) -> Observation | None:
-    """Reads the trainer's phase and process state; returns None if `pid` is 0 or the
-    process has ended."""
+    """Reads the trainer's phase and steps (progress board) and process state (kernel).
+
+    `pid` is the trainer's process id. Returns None if `pid` is 0, or if the process has
+    ended.
+    """
     state = process_state(pid) if pid else None
     if state is None:
         return None

@@ -28,7 +28,10 @@ def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> Non
 
     The request is {"verify": bool, "rate": bytes per second, 0 for no limit}. With
     `verify`, reads all copies. Meanwhile sends {"progress": [bytes read, bytes of all
-    copies]}, at once and then every `PROGRESS_S` seconds; the answer follows.
+    copies]}, at once and then every `PROGRESS_S` seconds; the answer follows. The
+    answer has the host's slot, layout, arena size and storage directory, and by step
+    and slice key the digests of the copies: the recorded ones, or with `verify` those
+    of the bytes that were read. It also lists the corrupt copies.
 
     Raises:
         WireError: the rate is not an integer of 0 or more.
@@ -127,10 +130,12 @@ def _verified(
 
 
 class Pace:
-    """Limits one verification to its rate, and reports its progress.
+    """Limits the rate at which a verification reads copies; reports its progress.
 
-    In the example 200 bytes at 100 bytes a second take 2 s. Progress is reported at 0,
-    1 and 2 s. Bytes count as read before the pause for them.
+    A caller reads some bytes, then calls `after`, which counts these bytes as read and
+    waits for as long as they may take at this rate. In the example 200 bytes at 100
+    bytes a second take 2 s. Progress is reported at 0, 1 and 2 s; the last 150 bytes
+    are in the reports from second 1 on, because they are counted before the wait.
 
     >>> now, told = [0.0], []
     >>> def sleep(seconds): now[0] += seconds
@@ -165,7 +170,8 @@ class Pace:
     def after(self, nbytes: int) -> None:
         """Counts `nbytes` as read; returns when the next chunk may be read.
 
-        The rate stays the same after a delay: the time lost is not made up.
+        If the caller was slower than the rate, its later reads are not faster than the
+        rate in return.
         """
         self._read += nbytes
         now = self._clock()

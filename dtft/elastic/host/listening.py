@@ -39,7 +39,8 @@ def listen(
         credentials: the job's credentials.
         inbox: this host's state, from which pushes and fetches are answered.
         loop: the agent's event loop.
-        accept: accepts a control connection; called on the loop.
+        accept: accepts a control connection, over which another host gets the leader's
+            orders and sends its reports; called on the loop.
         asked: handlers of users' requests; called on the loop.
 
     Raises:
@@ -73,7 +74,8 @@ def handlers(
         config: settings of this host's agent.
         inbox: this host's state, from which pushes and fetches are answered.
         loop: the agent's event loop.
-        accept: accepts a control connection; called on the loop.
+        accept: accepts a control connection, over which another host gets the leader's
+            orders and sends its reports; called on the loop.
         asked: handlers of users' requests; called on the loop.
     """
 

@@ -1,4 +1,4 @@
-"""A host's directory in memory: its name, its lock, and the sweep of dead agents.
+"""A host's directory in shared memory: its name, its lock, and how it is removed.
 
 Job and host names become a directory name and keys in the store; names with characters
 that would change the path or key are refused. An agent locks (flock) the file `owner`
@@ -7,9 +7,9 @@ agent's process has ended, also by SIGKILL. So a directory whose lock is free be
 a dead agent, in whichever PID namespace the agent ran. The next agent that this user
 starts on the machine removes the directory.
 
-Starts and sweeps that run at the same time do not race: a new directory is locked
-before it is renamed to its final name, and a sweep locks a directory that has a lock
-file before it renames the directory.
+Agents that start, and sweeps (removals of dead agents' directories), may run at the
+same time: a new directory is locked before it is renamed to its final name, and a sweep
+locks a directory that has a lock file before it renames and removes the directory.
 """
 
 import contextlib
@@ -43,7 +43,8 @@ UNMARKED_S = 60.0
 """Seconds without a change after which a sweep may remove a directory that has no lock
 file, or whose creation or removal was interrupted."""
 _held: dict[Path, int] = {}
-"""Open lock files of this process, by directory: closing a file frees its lock."""
+"""File descriptors of the lock files that this process has locked, by memory directory.
+Closing a descriptor frees the lock."""
 _holding = threading.Lock()
 
 
@@ -74,7 +75,7 @@ of ASCII, one or more of them. Give another name.
 def check_arena_directory(directory: Path) -> None:
     """Refuses an arena directory that does not exist.
 
-    It is not created, because a new directory would be on a disk, not in memory.
+    Does not create the directory, because it would then be on a disk, not in memory.
 
     Raises:
         ValueError: the directory does not exist.
@@ -170,8 +171,8 @@ def _other_user(path: Path) -> int | None:
 def remove_memory_directory(directory: Path) -> None:
     """Removes a host's memory directory that this process has locked; frees the lock.
 
-    Does nothing if this process holds no lock, as after an earlier removal. The next
-    agent of the same name may already have the directory's path then.
+    Does nothing if this process does not hold the lock, as after an earlier removal:
+    the path may then be that of the next agent of the same name.
     """
     with _holding:
         lock = _held.pop(directory, None)
@@ -186,6 +187,8 @@ def remove_memory_directory(directory: Path) -> None:
 def _is_owner(lock: int, directory: Path) -> bool:
     """Whether an open lock file is the one that is in the directory now.
 
+    `lock` is the file descriptor of the open lock file.
+
     Raises:
         FileNotFoundError: the directory has no lock file.
     """
@@ -198,7 +201,7 @@ def _is_owner(lock: int, directory: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """One removed directory of a dead agent."""
+    """One removed directory of a dead agent: its name, and the bytes freed."""
 
     name: str
     num_bytes: int

@@ -6,10 +6,12 @@ trainers. The process that started the hosts queries each host's copies, chooses
 Hosts answer on threads of their port, so salvage also works while an agent's event loop
 hangs, and while slots are being assigned anew.
 
-A recorded commit can be chosen if the digests of the hosts' copies give its root digest
-(one digest over all slices). The store may not have recorded a step, because it did not
-answer. Only copies of the newest assignment of slots that has the step then count: they
-must include all slices, and copies of the same slice must have equal digests.
+A step whose commit the store has recorded can be chosen if the digests of the hosts'
+copies give the commit's root digest (one digest over all slices). A step without a
+recorded commit can be chosen, too, as the store may not have answered at the commit.
+Then, of the hosts with copies of the step, only those with the newest assignment of
+slots are used. Their copies must include all slices, and copies of the same slice must
+have equal digests.
 """
 
 import contextlib
@@ -70,8 +72,10 @@ class NotSalvaged(RuntimeError):
 
 
 def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
-    """Writes a host's address, and whether it uses TLS, to a file in
-    `memory_directory`."""
+    """Writes a host's address to the file `ADDRESS` in its memory directory.
+
+    `tls` is whether the host's port uses TLS; it is written, too.
+    """
     text = json.dumps({"address": address, "tls": tls})
     (memory_directory / ADDRESS).write_text(text)
 
@@ -79,9 +83,11 @@ def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
 def serve_salvage(channel: Channel, inbox: Inbox) -> None:
     """Answers one salvage request with a description of all copies on this host.
 
-    The answer has an entry for each holder (the copies for one layout and slot): the
-    layout as JSON, and by step the recorded digests of the slices and the JSON items.
-    The copies' bytes are not read. Leaves out a step that is dropped meanwhile.
+    The answer has this host's epoch, (generation, attempt) of the assignment that gave
+    the host its slot, or (0, 0) without a slot. The answer also has an entry for each
+    holder (the copies for one layout and slot): the layout as JSON, the bytes per
+    chunk, and by step the recorded digests of the slices and the JSON items. The
+    copies' bytes are not read. Leaves out a step that is dropped meanwhile.
     """
     holder = inbox.holder()
     holders = [it for it in (holder, *inbox.former()) if it is not None]
@@ -122,13 +128,18 @@ class Holding:
     """The layout as JSON."""
     chunk_bytes: int
     held: Mapping[int, Mapping[str, bytes]]
-    """Maps each step, then the key of each slice, to the digest of the copy."""
+    """Maps each step, then the key of each slice, to the digests of the copy's chunks,
+    16 bytes each."""
     items: Mapping[int, Mapping[str, Any]]
+    """Maps each step to its JSON items."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SalvagedStep:
-    """A complete step in the hosts' memory, and the host to fetch each slice from."""
+    """A complete step in the hosts' memory, and the host to fetch each slice from.
+
+    `digests` maps the key of each slice to the digests of its chunks.
+    """
 
     step: int
     layout: Layout
@@ -148,12 +159,17 @@ def choose(
 ) -> SalvagedStep:
     """Chooses the newest step whose slices are complete and consistent.
 
+    A step is complete if the hosts have every slice of one layout. It is consistent if
+    the slices' digests give the root digest of the recorded commit. Without a recorded
+    commit it is consistent if all hosts with the newest assignment of slots have equal
+    digests.
+
     Args:
         holdings: the copies on all hosts that answered.
         roots: maps step to root digest (one digest over all slices), for each commit
             that is known to be recorded.
         above: the newest step in storage; only later steps are considered.
-        corrupt: copies that are not used, as `FetchFailed.corrupt` names them.
+        corrupt: copies that are not used, each as "HOST step STEP: SLICE KEY".
 
     Raises:
         NotSalvaged: no host answered, or no later step is complete and consistent.
@@ -177,7 +193,10 @@ def choose(
 
 
 def _without(holding: Holding, corrupt: Collection[str]) -> Holding:
-    """Returns the copies without those that `corrupt` names."""
+    """Returns a host's copies without the corrupt ones.
+
+    `corrupt` has a string "HOST step STEP: SLICE KEY" for each corrupt copy.
+    """
     held = {
         step: {
             key: digest
@@ -273,11 +292,12 @@ class Salvage:
             limit_s: seconds for the whole salvage.
 
         Returns:
-            The number of the step.
+            The number of the step that was written.
 
         Raises:
             NotSalvaged: no step was written; the message has the reason.
-            ValueError: `scratch` cannot be made, see `make_memory_directory`.
+            ValueError: the directory in which the step is assembled (`scratch`) cannot
+                be made, see `make_memory_directory`.
         """
         end = time.monotonic() + limit_s
         make_memory_directory(self.scratch)
@@ -368,7 +388,8 @@ class Salvage:
             end: time (`time.monotonic`) at which fetches are given up.
 
         Returns:
-            The chunk digests of each array, in the order of `chunks.slices`.
+            For each array, in the order of `chunks.slices`, the digests of its chunks,
+            joined.
 
         Raises:
             FetchFailed: a host has gone, lacks a slice, or sent corrupt bytes.

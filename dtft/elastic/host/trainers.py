@@ -2,7 +2,7 @@
 
 A trainer attaches over the agent's Unix socket. A trainer is either a process that this
 agent has started (`Command`), or a process of the user's. A user's process is accepted
-unless `Admission` objects or another of the user's processes is attached.
+unless an `Objection` gives a reason or another of the user's processes is attached.
 `Trainers.let_go` kills a process that this agent started, and sends a user's process
 the reason. `Trainers.leave` makes a process that this agent started give up its slot,
 and keeps the process. No method but `Trainers.close` waits for a trainer: outgoing
@@ -46,8 +46,8 @@ closed, and a process that the agent started is killed."""
 KILL_S = 10.0
 """Seconds after SIGKILL until a process that still runs is given up."""
 ABSENT = -1
-"""The index of a trainer that is not a user's process. Also the ident of a formation's
-trainer if there was no trainer for the formation."""
+"""`AttachedTrainer.index` of a process that the agent started. Also the ident in the
+"trainer_exit" event that reports that no trainer could be given the slot."""
 
 Emit = Callable[..., None]
 
@@ -137,7 +137,9 @@ class AttachedTrainer:
 
 
 class Trainers:
-    """The trainers of one host: an active, a waiting and a member; at most one of each.
+    """The trainers of one host: at most one active, one waiting and one member.
+
+    An ident is a number that identifies a trainer (`AttachedTrainer.ident`).
 
     The active trainer has the host's slot. It is also called the formation's trainer,
     as each formation (assignment of hosts to slots) has one trainer for each slot.
@@ -241,15 +243,21 @@ class Trainers:
 
     @property
     def attachment(self) -> tuple[int, int]:
-        """(index in the job, ident) of the attached user's process; (-1, 0) for
-        none."""
+        """(index in the job, ident) of the user's process that is attached.
+
+        (-1, 0) if none is.
+        """
         with self._lock:
             found = self._attached
             return (found.index, found.ident) if found else (ABSENT, 0)
 
     @property
     def waiting(self) -> int:
-        """Ident of a trainer that can be given a slot at once; 0 for none."""
+        """Ident of the waiting trainer; 0 for none.
+
+        A user's process that has a slot, but was not yet sent a restorable step
+        (`formed`), counts as waiting.
+        """
         with self._lock:
             found = self._next
             return found.ident if found else 0
@@ -510,8 +518,9 @@ class Trainers:
     def share(self, keys: Mapping[str, str]) -> None:
         """Passes entries of other hosts' coordination services to this host's trainer.
 
-        `keys` maps the name of each entry to its value. Does nothing if this host has
-        no active trainer, or if the user started it.
+        `keys` maps the name of each key-value entry to its value. By these entries JAX
+        processes find each other. Does nothing if this host has no active trainer, or
+        if the user started it.
         """
         with self._lock:
             if self._trainer is not None and self._trainer.process is not None:
@@ -606,8 +615,10 @@ class Trainers:
         return ident == self._active != 0
 
     def send(self, op: str, **fields: Any) -> None:
-        """Sends a message of the kind `op` to the active trainer, if it has
-        attached."""
+        """Sends a message to the active trainer; drops it if none is attached.
+
+        `op` is the kind of the message.
+        """
         if (trainer := self._trainer) is not None:
             trainer.send(op, fields)
 
@@ -658,9 +669,10 @@ class Trainers:
                 self._tell("standby_exit", code)
 
     def exited(self, ident: int) -> bool:
-        """Returns whether the ended trainer `ident` had this host's slot.
+        """Records a trainer's end; returns whether the trainer had this host's slot.
 
-        After True no trainer has the slot, so a second call returns False.
+        `ident` identifies the ended trainer. If it had the slot, no trainer has the
+        slot afterwards, so a second call returns False.
         """
         with self._lock:
             was_active = self.is_active(ident)
@@ -765,8 +777,9 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 
     `order` is the leader's `prepare` order, with which this host takes its slot.
 
-    `items` are the commit's items (no arrays) for a restore from memory. For a restore
-    from storage, `storage_step` is the step, and the trainer reads the items itself.
+    Among the fields, `items` are the commit's items (values that are not arrays) for a
+    restore from memory. `storage_step` is the step to restore from storage, from which
+    the trainer then also reads the items; None if the restore is not from storage.
     """
     return {
         "slot": order["slot"],
@@ -787,7 +800,7 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 
 
 def joining(config: AgentConfig) -> dict[str, Any]:
-    """Returns those fields of an order to join a world that are settings of the config.
+    """Returns the fields that an order to join a world takes from the config.
 
     A world is a set of connected JAX processes. The fields are deadlines in seconds
     (`heartbeat_s`, `start_s`), the number of CPU `devices`, and `lasts`: whether the

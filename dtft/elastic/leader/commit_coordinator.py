@@ -31,10 +31,9 @@ class Intervals:
     """The number of steps from one snapshot to the next, in one formation of the job.
 
     A formation is an assignment of hosts to slots. With `config.automatic` the interval
-    is chosen from the trainers' measurements. A change takes effect after the next
-    boundary (a step after which every trainer takes a snapshot). Trainers get the
-    change in the `release` message of the boundary before, so no trainer passes the
-    next boundary without the change.
+    is chosen from the times that trainers measure, at every snapshot. A new interval
+    applies from the next boundary on: the step of the next snapshot. Trainers get it in
+    the `release` message of the boundary before, so that all of them know it in time.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -53,13 +52,14 @@ class Intervals:
         the new interval); empty before a change."""
 
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
-        """Sets `reach`, the largest number of steps until the next snapshot.
+        """Sets `reach`: after at most how many steps the first snapshot is taken.
 
         Called once for a formation; later `concluded` sets `reach`. The value is:
 
         * the config's interval, if training begins from the initial state;
-        * the interval in the restored commit, if the state was restored from memory;
-        * else `cadence.period`, the longest interval.
+        * the interval recorded in the restored commit, if the state was restored from
+          memory;
+        * else `cadence.period`, which no interval exceeds.
 
         Args:
             assignment: the assignment of hosts to slots, with the source of the state.
@@ -78,8 +78,8 @@ class Intervals:
 
         Args:
             step: the step of the snapshot.
-            interval: steps until the trainer's next snapshot; None for the config's
-                interval.
+            interval: the snapshot interval in force after `step`, in steps; None for
+                the config's interval.
             window: the times that the trainer has measured since its last snapshot, as
                 the fields of `Window`; None if it has none.
         """
@@ -88,13 +88,15 @@ class Intervals:
             self._windows.setdefault(step, []).append(Window(**window))  # type: ignore[arg-type]
 
     def concluded(self, step: int) -> tuple[int, int]:
-        """Chooses the next interval, once a step's snapshots and copies are complete.
+        """Chooses the next interval from the measurements in the reports of `step`.
 
-        Without `config.automatic`, or without measurements, the interval stays.
+        Called once all snapshots and copies of the step are complete. The interval
+        stays without `config.automatic`, and without measurements.
 
         Returns:
             The interval in force after `step`, and the step of the next snapshot. A
-            newly chosen interval takes effect only after that snapshot (`changes`).
+            newly chosen interval, kept in `changes`, takes effect only after the next
+            snapshot.
         """
         interval = self._reported.get(step, self._cadence.interval)
         following = self._cadence.at(interval).following(step)
@@ -143,10 +145,11 @@ class Intervals:
 
 
 def _slowest(windows: Sequence[Window]) -> Window:
-    """Returns the measurements of the slowest host, for which the other hosts wait.
+    """Returns the measurements of the slowest trainer, for which the others wait.
 
-    The slowest host is the one with the fewest steps during which no replication ran.
-    Among hosts with equally few such steps, it is the one whose snapshot blocked
+    `windows` has the measurements of each trainer between the same two snapshots. The
+    slowest trainer is the one with the fewest steps after the end of its replication
+    (`quiet_steps`). Of trainers with equally many, it is the one whose snapshot blocked
     training longest.
     """
     return min(windows, key=lambda it: (it.quiet_steps, -it.stall_s, -it.affected_s))
@@ -157,9 +160,9 @@ GRACE_S = 30.0
 export; then the export counts as failed."""
 
 KEPT_TRACKERS = 4
-"""Number of newest complete steps whose `StepTracker` is kept. Trackers are kept only
-if `share` is "divided", because an export then needs to know which slices each host
-copied."""
+"""Number of newest complete steps whose `StepTracker`, the reports about the step, is
+kept. Trackers are kept only if `share` is "divided", because an export then needs to
+know which slices each host copied."""
 
 
 class CommitCoordinator:
@@ -237,21 +240,22 @@ class CommitCoordinator:
     ) -> None:
         """Handles a slot's report that its snapshot of a step is in host memory.
 
-        Ignores steps that are committed already.
+        Ignores every step up to the newest committed one.
 
         Args:
             slot: the trainer's slot.
             step: the step of the snapshot.
             digests: the digest of each of the slot's slices; b"" for a slice that the
                 slot did not copy.
-            interval: steps until the slot's next snapshot; None for the config's
-                interval.
+            interval: the snapshot interval in force after `step`, in steps; None for
+                the config's interval.
             window: the times measured since the last snapshot, as the fields of
-                `Window`.
+                `Window`; None if there are none.
 
         Raises:
             Divergence: another slot has different bytes for the same slice.
-            Mislabelled: a peer's copy of the slices has different bytes.
+            Mislabelled: a peer has reported a copy of the slot's slices for this step,
+                and the copy has different bytes.
         """
         if step <= self.committed:
             return
@@ -262,10 +266,11 @@ class CommitCoordinator:
     def held(self, step: int, source: int, target: int, root: str) -> None:
         """Handles the report that slot `target` holds a copy of slot `source`'s slices.
 
-        Ignores steps that are committed already.
+        Ignores every step up to the newest committed one.
 
         Raises:
-            Mislabelled: `root`, a digest over the copy, does not match these slices.
+            Mislabelled: `root`, one digest over the copied slices, differs from that of
+                the slices in the snapshot of slot `source`.
         """
         if step <= self.committed:
             return
@@ -315,14 +320,14 @@ class CommitCoordinator:
     def delayed(self, commit: Commit) -> None:
         """Lets the trainers go on although the store has not recorded a commit in time.
 
-        The `release` message, after which a trainer goes on, contains the commit. So a
+        Sends `release` to the host of every slot. The message contains the commit, so a
         later leader can learn the commit from the hosts.
         """
         self._passed = max(self._passed, commit.step)
         self._release(commit, is_recorded=False)
 
     def recorded(self, commit: Commit) -> None:
-        """Records that the store has a commit; does not let the trainers go on."""
+        """Records that the store has a commit; sends no `release` to the trainers."""
         if self.pending is not None and self.pending.step <= commit.step:
             self.pending = None
         self.committed = max(self.committed, commit.step)
@@ -365,8 +370,7 @@ class CommitCoordinator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some step is incomplete: hosts have reported some of its snapshots
-        and copies, but not all."""
+        """Whether some but not all snapshots and copies of a step are reported."""
         return bool(self._trackers)
 
     @property
@@ -386,10 +390,12 @@ class CommitCoordinator:
     def export(self, step: int) -> None:
         """Orders hosts that together own all slices to write a step to storage.
 
-        Of hosts with the same slices, only one writes. Orders nothing while an export
-        is in progress, if some slice is on no host, or if trainers went on after a
-        later step whose commit was delayed. In the last case hosts have dropped the
-        copies of `step`.
+        Of hosts with the same slices, only one writes. Orders nothing in these cases:
+
+        * An export is in progress.
+        * No host holds some slice of the step.
+        * Trainers have gone on after a later step that the store had not recorded in
+          time (`delayed`). The hosts may then have dropped the copies of `step`.
         """
         if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))
@@ -413,10 +419,11 @@ class CommitCoordinator:
         return self._order_export(step, alive, held)
 
     def _held(self, step: int) -> dict[str, dict[str, bytes]] | None:
-        """Returns which slices of a step each host has copied.
+        """Returns which slices of a step each host has copied at the snapshot.
 
         Returns:
-            Host -> slice key -> digest; None if every host has all slices of its slot.
+            Host -> slice key -> digest. None if every host has all slices of its slot:
+            in a job without `share="divided"`, and for the restored step.
         """
         tracker = self._complete.get(step)
         if tracker is None:
@@ -482,16 +489,17 @@ class CommitCoordinator:
     def export_answer(
         self, host: str, step: int, ok: bool, attempt: int | None = None
     ) -> bool | None:
-        """Handles the outcome of one host's part of an export.
+        """Handles one host's answer to the order to write its slices of an export.
 
-        Returns True if every host has written its part, and False if this host failed.
-        Returns None while other hosts still write, and for an answer to an earlier
-        order.
+        Returns:
+            True once every host has written; False if this host has failed, which ends
+            the export. None while other hosts still write, and for an answer to an
+            earlier order.
 
         Args:
             host: the answering host.
             step: the exported step.
-            ok: whether the host has written its part.
+            ok: whether the host has written its slices.
             attempt: the field `failures` of the order that the host answers (the number
                 of exports that had failed or were replaced before it). None: the answer
                 is to the newest order.
@@ -526,11 +534,12 @@ class CommitCoordinator:
 
     @property
     def may_export(self) -> bool:
-        """Whether an export may be ordered now: the pause after a failed export is
-        over."""
+        """Whether the pause after a failed export is over; True without a failure."""
         return self._health.may_try(self._clock())
 
     def export_failures(self, step: int) -> int:
-        """Returns how often the export of a step has failed since the last successful
-        export of any step."""
+        """Returns the number of failed exports of a step.
+
+        Counting starts anew when an export of any step succeeds.
+        """
         return self._failed.get(step, 0)

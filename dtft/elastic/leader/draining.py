@@ -1,10 +1,10 @@
 """Draining: hosts leave a live job, on request or because their agents are to end.
 
 A drained host gets no slot any more. If the host has a slot, the job is re-formed at
-the next commit: another host takes the slot, and can restore from the drained host's
-copies. The drained host's agent is told to end once a step is committed without the
-host. If the job lacks hosts before that, the drained host stays. If the drained host
-leads, another host becomes the leader.
+the next commit: a spare takes the slot, or the job shrinks if it has no spare and may
+shrink. Other hosts can still fetch the drained host's copies. Its agent is told to end
+once a step is committed without the host. If the job lacks hosts before that, the
+drained host stays. If the drained host leads, another host becomes the leader.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from dtft.elastic.leader.sizes import JobSizes
 @dataclass(kw_only=True)
 class _Departure:
     process: str
-    """Identity of the agent process that is to end (`process_of`)."""
+    """Identity of the agent process that is to end: PROCESS of its incarnation."""
     slot: int
     """The slot that the host had; -1 for none."""
     at: float
@@ -63,10 +63,12 @@ class Draining:
     def asked(self, host: str, answer: Answer) -> None:
         """Handles a request that a host leaves the job.
 
-        Answers at once if the request is refused, or if the host is connected, has no
-        slot and does not lead. Otherwise answers once a step is committed without the
-        host, or once the host has to stay. If the leading host stops leading before
-        that, `close` answers. `answer` sends the reply to the requester.
+        Refuses the request, at once, if the job has no such host, does not train now,
+        or cannot train without the host. Answers at once if the host is connected, has
+        no slot and does not lead: its agent is told to end. Otherwise answers once a
+        step is committed without the host, or once the host has to stay. If the leading
+        host stops leading before that, `close` answers. `answer` sends the reply to the
+        requester.
         """
         rendezvous, there = self._rendezvous, host in self._registry.records
         known = self._departures.get(host)
@@ -90,10 +92,14 @@ class Draining:
     def leaves(self, host: str) -> None:
         """Handles a registered host whose agent is to end (`HostRecord.leaving`).
 
-        The host gets no slot any more. While the job trains, the agent is told to end
-        at once if the host has no slot and does not lead, or if no other host can take
-        its slot. Otherwise `committed` tells the agent to end, once another host has
-        the slot.
+        The host gets no slot any more.
+
+        * While the job trains, the agent is told to end at once if the host has no slot
+          and does not lead, or if the job cannot train without it. Otherwise `due`
+          makes the job re-form at the next commit, and `committed` tells the agent to
+          end.
+        * While the leader decides which host gets which slot, the departure is added to
+          the printed reasons for the new formation.
         """
         rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
         if is_new:
@@ -109,9 +115,10 @@ class Draining:
     def connected(self, record: HostRecord) -> None:
         """Handles a host that has connected, or a newer record of a connected host.
 
-        A drained host stays drained, also after a loss of more than a lease. If its
-        agent was told to end, the agent is told again: the first order may have been
-        lost with the link. An agent that was started anew is not drained.
+        A drained host stays drained if the same agent process connects again, even
+        after the host was lost. If its agent was told to end, the agent is told again:
+        the first order may have been lost with the link. A host whose agent was started
+        anew is not drained any more.
         """
         host, departure = record.host, self._departures.get(record.host)
         if departure is None or departure.process != process_of(record.incarnation):
@@ -152,7 +159,11 @@ class Draining:
         return host in self._rendezvous.slot_of or host == self._config.host
 
     def _can_train(self, hosts: int) -> bool:
-        """Whether the job may train with `hosts` hosts (`JobSizes.choose`)."""
+        """Whether `hosts` hosts are enough for the number of slots chosen for them.
+
+        `JobSizes.choose` chooses the number: that of the job, or an allowed smaller
+        one.
+        """
         coordinator = self._rendezvous.coordinator
         layout = coordinator.layout if coordinator is not None else None
         return self._sizes.choose(hosts, layout) <= hosts
@@ -165,7 +176,7 @@ class Draining:
         )
 
     def _refuse(self, host: str) -> None:
-        """Lets a drained host stay, because no other host can take its slot.
+        """Lets a drained host stay, because the job cannot train without it.
 
         The requests to drain this host get an error. A host whose agent is to end
         (`HostRecord.leaving`) cannot stay; its agent is told to end at once.
@@ -182,8 +193,10 @@ class Draining:
     def tick(self) -> None:
         """Lets drained hosts stay while the job waits for hosts; called periodically.
 
-        Lets one host stay after the other until the job no longer waits. A host that
-        was told to end, or whose agent is to end (`HostRecord.leaving`), cannot stay.
+        Cancels one drain after the other until the job no longer waits: the host may
+        have a slot again, and the requests to drain it get an error. Does not cancel
+        the drain of a host that was told to end, or whose agent is to end
+        (`HostRecord.leaving`).
         """
         rendezvous, records = self._rendezvous, self._registry.records
         for host, departure in list(self._departures.items()):
@@ -197,10 +210,10 @@ class Draining:
     def due(self) -> list[RoundReason]:
         """Returns why the job is to be re-formed at this commit; [] if it is not.
 
-        The job is re-formed if a drained host has a slot or leads. The result is [] in
-        these cases:
+        The job is re-formed if drained hosts have a slot or lead; each such host is a
+        reason. The result is [] in these cases:
 
-        * No other host can take a drained host's slot. The drained hosts then stay.
+        * The job cannot train without these hosts. They then stay (`_refuse`).
         * The job does not train, or it is being stopped.
         * A trainer has finished its last step.
         """
@@ -230,7 +243,7 @@ class Draining:
 
     @property
     def leads(self) -> bool:
-        """Whether this host, which leads, is to leave the job."""
+        """Whether the leader's own host is to leave the job."""
         return self._config.host in self._needed
 
     def _reason(self, host: str) -> RoundReason:
@@ -238,10 +251,11 @@ class Draining:
         return leaving(host, {host: slot} if slot >= 0 else {})
 
     def trained(self, report: RecoveryReport) -> None:
-        """Completes the replies about drained hosts that have lost their slots.
+        """Completes the replies about drained hosts that had a slot and have none now.
 
         Called when every slot trains again. Adds the restored step, the bytes that the
-        recovery moved, and the seconds since the host was to leave.
+        recovery took from peers and from storage, and the seconds since the request to
+        drain the host, or since the report that its agent is to end.
         """
         for host, departure in self._departures.items():
             is_free = not departure.told and not self._is_needed(host)
@@ -254,11 +268,11 @@ class Draining:
                 }
 
     def committed(self) -> None:
-        """Ends the agents of drained hosts that have no slot and do not lead.
+        """Ends the agents of those drained hosts that neither have a slot nor lead.
 
-        Called after a commit of the hosts with slots. Answers the requests to drain
-        these hosts. If a host's agent was started anew meanwhile, the answer is an
-        error.
+        Called after a commit of the hosts with slots. Sends each such agent the order
+        to end, and answers the requests to drain its host. If a host's agent was
+        started anew meanwhile, the host stays, and the answer is an error.
         """
         for host, departure in list(self._departures.items()):
             if departure.told:
@@ -271,10 +285,10 @@ class Draining:
                 self._end(host)
 
     def _end(self, host: str) -> None:
-        """Tells the agent of a drained host to end, unless the host is lost.
+        """Tells the agent of a drained host to end; answers the requests to drain it.
 
-        Answers the requests to drain this host. Does nothing while the host's link is
-        cut; `committed` tries again.
+        If the host is lost, only answers the requests. Does nothing while the host's
+        link is cut and the host may reconnect; `committed` tries again.
         """
         round_, departure = self._rendezvous.current, self._departures[host]
         if host in self._registry.away:

@@ -25,7 +25,7 @@ IDLE_S = 5.0
 class Journal:
     """The leading host's messages on stdout, and its events in the run's event log.
 
-    Callers do not wait, because threads print and write. While the log cannot be
+    Calls return at once, because threads print and write. While the log cannot be
     written, the last `KEPT_EVENTS` events wait in memory. A line that cannot be printed
     is dropped.
     """
@@ -78,7 +78,8 @@ class Journal:
     def say_once(self, topic: str, text: str) -> None:
         """Prints and logs `text`, unless it was the last text on the same `topic`.
 
-        An empty text is not printed; it makes the topic forget its last text.
+        `topic` is any name, such as "waiting". An empty text is not printed, but lets a
+        later call print the topic's last text again.
         """
         if text and self._said.get(topic) != text:
             self.say(text)
@@ -105,8 +106,11 @@ class Journal:
                 self._tell(f"{self._path} hangs; training goes on, events wait")
 
     def close(self, limit_s: float = HANGS_S) -> None:
-        """Waits until each event was written or its write failed, and all lines are
-        printed; at most `limit_s` seconds."""
+        """Waits until events are written and lines printed, at most `limit_s` seconds.
+
+        Events count as written once their write has been tried: if it has failed, they
+        stay in memory, and this call does not wait for another try.
+        """
         with self._changed:
             self._changed.wait_for(
                 lambda: self._done >= self._asked and not self._speaking, limit_s

@@ -48,8 +48,7 @@ def plan_idle_export(
         commits: the recorded commits, newest first.
         layouts: the layouts (mesh and leaves of the state) that live hosts know, by
             digest; a commit names its layout by this digest.
-        complete: live host -> step -> the slots whose slices the host holds, all of
-            them.
+        complete: live host -> step -> the slots of which the host holds all slices.
 
     Raises:
         NotExportable: no commit exists, no live host knows the commit's layout, or no
@@ -78,14 +77,14 @@ def plan_idle_export(
 def match_slots(
     slots: Sequence[int], able: Mapping[str, Collection[int]]
 ) -> dict[int, str]:
-    """Gives a host to as many slots as possible, and no host to two slots.
+    """Assigns hosts to as many slots as possible, and no host to two slots.
 
     A host may hold the slices of two slots: its former slot, and a slot that it was
     about to take when the job was formed anew.
 
     Args:
         slots: the slots; earlier slots take precedence.
-        able: host to the slots whose slices it holds.
+        able: host to the slots of which it holds all slices.
 
     Returns:
         Slot to host, in the order of slot numbers; slots without a host are left out.
@@ -170,8 +169,9 @@ def digests_for(
     """Maps the key of each slice that `host` fetches for an export to its digest.
 
     Args:
-        loans: the transfers to all writing hosts (`borrowed`).
-        held: host -> slice key -> digest; None if nothing is fetched.
+        loans: the transfers to all writing hosts, as `borrowed` returns them.
+        held: host -> slice key -> digest, of the slices that each host holds; None if
+            nothing is fetched.
         host: the fetching host.
     """
     return {

@@ -1,9 +1,9 @@
 """The leader's part in exports: requests for them, and their outcomes.
 
 `ExportRequests` keeps the requesters of an export and how to answer each of them.
-`StorageExports` handles the outcome of each export: it updates `StorageWatch` and
-`StorageHealth`, prints failures, writes the stored step to the store, and answers the
-requesters.
+`StorageExports` handles the outcome of each export: it updates the list of the steps in
+storage and the record of failed exports, prints failures, writes the number of the
+stored step to the store (etcd), and answers the requesters.
 """
 
 import queue
@@ -44,12 +44,12 @@ class ExportRequests:
         self._waiting.append((committed, answer))
 
     def outcome(self, step: int, ok: bool, error: str) -> None:
-        """Answers the requests for `step` and earlier steps when an export has ended.
+        """Answers the requests that wait for `step` or an earlier step to be exported.
 
         Args:
-            step: the exported step; the reply if `ok`.
-            ok: whether the step was written.
-            error: the reply if not `ok`.
+            step: the step whose export has ended.
+            ok: whether the step was written; the reply then has the step.
+            error: why it was not written; the reply has this text if not `ok`.
         """
         reply = {"step": step} if ok else {"error": error}
         for committed, answer in self._waiting:
@@ -58,7 +58,7 @@ class ExportRequests:
         self._waiting = [one for one in self._waiting if one[0] > step]
 
     def refuse(self, reason: str, *, moved: bool = False) -> None:
-        """Tells all waiting requesters that no export will come.
+        """Answers all waiting requests with an error: no step is exported for them.
 
         Args:
             reason: the reason, for people.
@@ -133,8 +133,11 @@ class StorageExports:
         self._requests = ExportRequests()
 
     def asked(self, rendezvous: Rendezvous, answer: Answer) -> None:
-        """Handles a request to export the next commit; refuses the request unless the
-        job trains. `answer` sends the reply to the requester."""
+        """Handles a request to export the next commit.
+
+        Refuses the request unless the job trains. `answer` sends the reply to the
+        requester.
+        """
         coordinator = rendezvous.coordinator
         if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
@@ -156,8 +159,9 @@ class StorageExports:
         """Handles the end of an export: logs it and answers the waiting requesters.
 
         Args:
-            host: the host that answered last, or failed first; for an export past its
-                deadline, the names of the hosts that have not answered.
+            host: the host whose answer ended the export: the one that failed, or the
+                last one that succeeded. For an export past its deadline, the names of
+                the hosts that have not answered, separated by commas.
             step: the exported step.
             ok: whether the whole step was written.
             error: the error; "" without one.
@@ -183,12 +187,14 @@ class StorageExports:
         self._requests.add(committed, answer)
 
     def has(self, step: int) -> None:
-        """Answers the requests for `step` and for earlier steps, because storage holds
-        `step` already."""
+        """Answers the requests for `step` and earlier steps: storage has the step."""
         self._requests.outcome(step, True, "")
 
     def refuse(self, reason: str) -> None:
-        """Answers all waiting requesters with the reason why no export will come."""
+        """Answers all waiting requests with an error: no step is exported for them.
+
+        `reason` is the text of the error.
+        """
         self._requests.refuse(reason)
 
     def close(self) -> None:

@@ -48,8 +48,10 @@ class FailureAccount:
 
     @property
     def quarantined(self) -> Collection[int]:
-        """The steps whose commits are no longer restored from memory, because restores
-        of them failed too often."""
+        """The steps whose commits are no longer restored from memory.
+
+        Restores of these commits have failed too often.
+        """
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
@@ -67,8 +69,11 @@ class FailureAccount:
 
     @property
     def may_be_a_cut(self) -> bool:
-        """Whether a network cut between hosts would explain the root cause of the
-        failures; False without failures."""
+        """Whether a network cut between two hosts may explain the attempt's failures.
+
+        True if a cut would explain their root cause (`Failure.may_be_a_cut`). False
+        without failures.
+        """
         found = cause(self._failures)
         return found is not None and found.may_be_a_cut
 
@@ -91,17 +96,19 @@ class FailureAccount:
     def committed(self, step: int) -> None:
         """Records that a step is committed.
 
-        A step above all steps committed before resets the count of failed attempts in a
-        row, and the counts of recurring failures at lower steps.
+        If the step is above all steps committed before, the count of failed attempts in
+        a row becomes 0, and the counts of exceptions and exits of trainers at lower
+        steps are dropped.
         """
         self._budget = self._budget.committed(step)
 
     def judge(self, assignment: SlotAssignment | None) -> RetryDecision:
         """Decides from the failures of the ended attempt whether and when to retry.
 
-        Without a failure the job goes on at once. Otherwise stores the changed counts.
-        If the attempt had a new number of slots, also counts a failure for that number
-        (`JobSizes.failed`).
+        Without a failure the next attempt may begin at once. Otherwise counts the
+        attempt, and writes the counts to the store. If the attempt had another number
+        of slots than the newest commit, also counts its failure in `JobSizes`, which
+        excludes a number of slots on which two attempts have failed.
 
         Args:
             assignment: the host of each slot in the attempt; None if unknown.

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 ALLOWED = 2
-"""Default of `judge`: number of occurrences of one exception or exit code, without a
-commit beyond its step in between, that ends the job."""
+"""Default of `judge(allowed=...)`: number of occurrences of one exception or exit code,
+without a commit beyond its step in between, that ends the job."""
 FRUITLESS = 10
 """Number of failed attempts to train in a row, without a new highest committed step,
 that ends the job."""
@@ -62,8 +62,8 @@ process has "Failed to send RPC to coordination service"."""
 _JAX_ERRORS = ("JaxRuntimeError", "XlaRuntimeError", "AgentGone")
 _BROKEN = re.compile("|".join(BROKEN_COLLECTIVE), re.IGNORECASE)
 RESTORE_ERRORS = ("CorruptCopy",)
-"""Names of trainer exceptions caused by a corrupt copy. They are not counted as
-recurring, because another copy is restored next."""
+"""Names of trainer exceptions caused by a corrupt copy. They are not counted as an
+exception that occurs again, because another copy is restored next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,12 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether the end of another host's trainer explains this failure: a broken
-        collective, or an abort by JAX."""
+        """Whether this failure follows from the end of another process.
+
+        True for the exception of a collective whose peer has gone, for a trainer whose
+        own agent has ended (`is_broken_collective`), and for a trainer that JAX has
+        aborted (SIGABRT).
+        """
         if self.kind == "exit":
             return self.code == ABORT
         return self.kind == "exception" and is_broken_collective(self.error)
@@ -103,7 +107,11 @@ class Failure:
 
     @property
     def may_be_a_cut(self) -> bool:
-        """Whether a network cut between two hosts would explain this failure."""
+        """Whether a network cut between two hosts would explain this failure.
+
+        True for a `TimeoutError`, a trainer that is stuck or did not start in time, a
+        host that could not restore, and a consequence (`is_consequence`).
+        """
         if self.kind == "exception" and self.type_name == "TimeoutError":
             return True
         return self.kind in ("stuck", "late", "restore") or self.is_consequence
@@ -146,8 +154,10 @@ class Failure:
 
 
 def is_broken_collective(error: str) -> bool:
-    """Whether the end of another process caused an exception: an error of JAX, or
-    `AgentGone` (the agent has ended or has let go of the process).
+    """Whether the end of another process caused a trainer's exception.
+
+    True for JAX's errors of broken collectives, and for `AgentGone`: the trainer's own
+    agent has ended or has detached the trainer. `error` is "TypeName: message".
 
     >>> is_broken_collective("JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: [x]")
     True
@@ -247,7 +257,7 @@ class FailureBudget:
     def from_json(cls, text: str) -> "FailureBudget":
         """Parses the text of `to_json`; returns an empty budget if it cannot be read.
 
-        A leader must not fail on a text of a broken or newer leader.
+        A leader must not fail on a text that another version of dtft has written.
         """
         try:
             told: dict[str, Any] = json.loads(text)
@@ -272,7 +282,10 @@ class FailureBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """How a failed attempt to train was started, and whether it trained."""
+    """What a failed attempt to train had restored, and whether every slot trained.
+
+    An attempt begins with an assignment of hosts to slots.
+    """
 
     step: int
     """The restored step."""
@@ -302,7 +315,7 @@ class RetryDecision:
     cause: Failure | None = None
     message: str = ""
     """The message for people; may be "". For `end`: the reason, with traceback, host
-    and log. The last good step is exported before the job ends."""
+    and path of the log. The newest commit is exported before the job ends."""
 
 
 def judge(
@@ -318,17 +331,18 @@ def judge(
     Only the root cause of the failures (`cause`) is counted.
 
     * An exception, or an exit not caused by SIGKILL or SIGTERM, ends the job when it
-      has occurred `allowed` times with no commit beyond its step in between. Two
-      failures, on any hosts, count as the same if they have the same type and also the
-      same step or the same message (apart from numbers). Consequences of another
-      failure and corrupt copies are not counted here.
+      has occurred `allowed` times. A commit of a step beyond the step of the failure
+      starts the count again. Two failures, on any hosts, count as the same if they have
+      the same type and either the same step or the same message (apart from numbers).
+      Consequences of another failure and corrupt copies are not counted here.
     * `FRUITLESS` attempts in a row without a new highest commit end the job, whatever
       their causes are.
     * A commit is quarantined (no longer restored from memory) after `RESTORE_FAILURES`
       failed restores, if no attempt between them has trained on every slot. The
       exception of the last failure then does not end the job, because another state is
       restored.
-    * With a new number of slots, only fruitless attempts are counted.
+    * If the attempt had another number of slots than the newest commit, it is counted
+      only among the `FRUITLESS` attempts in a row.
     * The pause before the next attempt is 0, 1, 2, 4, ... seconds, at most
       `LONGEST_PAUSE_S`.
 
@@ -336,10 +350,10 @@ def judge(
         budget: the budget before the attempt.
         failures: all failures of the attempt, in order of their reports. If empty,
             nothing is counted, and the attempt is repeated at once.
-        attempt: the start of the attempt.
+        attempt: what the attempt had restored, and whether every slot trained.
         now: the time in seconds on any clock; `RetryDecision.not_before` is on the same
             clock.
-        allowed: occurrences of one exception that end the job.
+        allowed: number of occurrences of one exception or exit code that ends the job.
 
     Returns:
         The new budget, and the decision.
@@ -390,14 +404,18 @@ def _restore_counted(
 ) -> tuple[FailureBudget, bool]:
     """Counts a failed restore of a commit; ignores other failures.
 
+    A restore has failed if the attempt restored a commit from memory, never trained on
+    every slot, and failed in a way for which the restored copies may be the cause
+    (`_blames_commit`).
+
     Args:
         budget: the budget before the attempt.
         found: the root cause of the attempt's failures.
-        attempt: the start of the attempt.
+        attempt: what the attempt had restored, and whether every slot trained.
 
     Returns:
-        The new budget, and whether the commit is quarantined from now on: no longer
-        restored from memory.
+        The new budget, and whether this failure has quarantined the commit: it is no
+        longer restored from memory.
     """
     if attempt.has_trained or not attempt.is_commit or not _blames_commit(found):
         return budget, False
@@ -412,7 +430,7 @@ def _restore_counted(
 
 
 def _blames_commit(found: Failure) -> bool:
-    """Whether a corrupt or wrong restored copy may have caused a failure.
+    """Whether the bytes of the restored copies may have caused a failure.
 
     True if a host could not restore, or if a trainer failed during the restore or in an
     unknown phase. False for kills and for consequences of other failures.
@@ -427,9 +445,11 @@ def _blames_commit(found: Failure) -> bool:
 def _recurring_counted(
     budget: FailureBudget, found: Failure
 ) -> tuple[FailureBudget, int]:
-    """Counts an exception or an exit that may recur.
+    """Counts how often one exception or exit of trainers has occurred.
 
-    `found` is the root cause of an attempt's failures.
+    Args:
+        budget: the budget before the attempt.
+        found: the root cause of the attempt's failures.
 
     Returns:
         The new budget, and how often this failure has occurred. The number is 0 for

@@ -1,12 +1,14 @@
 """The leader's registry of connected hosts, and its reactions when hosts join or leave.
 
-A host is present while its link (connection to the leader) is open. A host whose link
-has ended stays registered for one lease and is lost after that. A host whose link was
-silent, or whose port refuses connections, is lost at once. A lost host that reconnects
-is registered like any other. A host that does not report its copies in time gets no
-slot until it reports them. A lease lasts `timeouts.lease` seconds. To form the job is
-to assign hosts to slots and to restore the state; `seat_policy` decides which host gets
-which slot.
+A host is connected while its link (its connection to the leader) is open. When the link
+ends, the host stays registered for one lease (`timeouts.lease` seconds), in which it
+may reconnect; after that it is lost. A host is lost at once if it sent nothing on an
+open link for a lease, or if its port refuses connections. A lost host that reconnects
+is registered like any other.
+
+A host that does not report its copies in time gets no slot until it reports them. To
+form the job is to assign hosts to slots and to restore the state; `seat_policy` decides
+which host gets which slot.
 """
 
 from collections.abc import Collection, Mapping
@@ -25,11 +27,11 @@ from dtft.elastic.store import View
 
 FIRST_ASK_S = 5.0
 LONGEST_ASK_S = 300.0
-"""Longest pause in seconds between two checks of whether an unusable host has become
-usable; the first pause is `FIRST_ASK_S`."""
+"""Longest pause in seconds between two checks of whether a host that could not have a
+slot can have one now; the first pause is `FIRST_ASK_S`."""
 NOBODY_S = 2.0
-"""Seconds without a usable host after which a job that cannot begin ends. Shorter than
-`FIRST_ASK_S`, after which unusable hosts are checked again."""
+"""Seconds for which no host can have a slot, after which a job that has not begun ends.
+Shorter than `FIRST_ASK_S`, after which hosts that can have no slot are asked again."""
 STRAY_S = 0.5
 """Seconds for which a new leader waits for hosts that have a slot in the last
 assignment but are not in the store: they may be cut off only from the store."""
@@ -48,8 +50,8 @@ class HostRegistry:
 
         Args:
             now: the time in seconds.
-            grace_s: seconds for which hosts that the store lists may still be
-                connecting.
+            grace_s: seconds from `now` for which the leader waits for hosts that the
+                store lists but that have not connected yet.
             former: for each host with a slot in the last assignment, its incarnation
                 then: an id that names the agent process.
         """
@@ -63,10 +65,10 @@ class HostRegistry:
         """Hosts that are to leave the job, and get no slot any more."""
         self._asked_at: dict[str, float] = {}
         self._pause_s: dict[str, float] = {}
-        """Host to the pause in seconds until an unusable host is checked again;
-        `_asked_at` has the time of its last check."""
+        """Host that can have no slot, to the pause in seconds between its last check,
+        whose time is in `_asked_at`, and its next check."""
         self._gone: dict[str, str] = {}
-        """Lost host to the identity of its agent process (`process_of`)."""
+        """Lost host to the identity of its agent process: its incarnation's PROCESS."""
         self._grace_until, self._stray_until = now + grace_s, now + STRAY_S
         self._former = dict(former or {})
 
@@ -90,11 +92,11 @@ class HostRegistry:
         return dict(self._records)
 
     def connect(self, record: HostRecord) -> bool:
-        """Registers a connected host, or a newer record of one.
+        """Registers a host that has connected, or a newer record of a connected host.
 
         Returns:
-            False if the same agent process is connected already and only its record is
-            newer; otherwise True.
+            Whether the host was not connected before, or with another agent process.
+            False if only its record is newer.
         """
         old = self._records.get(record.host)
         self._records[record.host] = record
@@ -149,8 +151,10 @@ class HostRegistry:
         self._silent.add(host)
 
     def drain(self, host: str) -> None:
-        """Gives a host no slot until its agent is started again, because the host is to
-        leave the job."""
+        """Gives a host no slot any more, because the host is to leave the job.
+
+        Ends when the host's agent is started again, or with `keep`.
+        """
         self._drained.add(host)
 
     def keep(self, host: str) -> None:
@@ -181,12 +185,13 @@ class HostRegistry:
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
-        """Returns the hosts that the leader should now ask for a report again.
+        """Returns the connected hosts that are now to be checked for a slot again.
 
-        These are connected hosts that can have no slot, because they reported so or did
-        not report their copies, and whose pause is over. The pause of a host doubles
-        with every call that returns it, up to `LONGEST_ASK_S`, because some hosts can
-        never have a slot. The first call with an unusable host starts its first pause.
+        Only hosts that can have no slot are checked: they have reported so, or did not
+        report their copies in time. A host is due when the pause since its last check
+        is over. The first pause takes `FIRST_ASK_S` seconds and begins with the first
+        call after the host became such a host. Every check doubles the pause, up to
+        `LONGEST_ASK_S`, because some hosts can never have a slot.
         """
         found = []
         for host in [*self.unfit, *self._silent]:
@@ -215,9 +220,12 @@ class HostRegistry:
     ) -> bool:
         """Whether one host must report its copies before hosts are assigned to slots.
 
-        True for hosts that are connected, whose link ended less than a lease ago, or
-        that may still be connecting. False for hosts that did not report in time before
-        (`leave_out`).
+        True for these hosts, unless they did not report in time before (`leave_out`):
+
+        * a host that is connected, or whose link ended less than a lease ago;
+        * a host that has not connected to this leader and is not known to have ended:
+          for `grace_s` seconds if the store lists it, and for `STRAY_S` seconds if it
+          has a slot in the last assignment.
 
         Args:
             host: the host.
@@ -250,10 +258,10 @@ class HostRegistry:
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
-        """Returns why no host can have a slot.
+        """Returns why no host can have a slot, by the reports of all hosts.
 
-        Returns "" if some host may have a slot, or if no host is registered. A lost
-        host counts as one that may have a slot, unless it had reported that it cannot.
+        Returns "" if no host is registered, or if some registered or lost host has not
+        reported that it can have no slot.
         """
         hosts = self._records.keys() | self._gone.keys()
         if not self._records or hosts - self.unfit.keys():
@@ -294,11 +302,14 @@ class HostMonitor:
 
         The job had a leader if the store has an assignment of hosts to slots, or has
         lost its data. A new job is not formed here, but later, when enough hosts have
-        connected. If hosts with a slot in the assignment are no longer in the store,
-        they are the reason that is given to people. Hosts that are not in the store may
-        be alive, because a lease also runs out while the store does not answer. Hosts
-        that are to leave the job (a leader that was drained, for example) are a further
-        reason.
+        connected.
+
+        The printed reason is the loss of those hosts with a slot that the store no
+        longer lists; without such hosts, it is that this host leads now. Hosts with a
+        slot that are to leave the job (a drained leader, for example) are a further
+        reason. Without an assignment the reason is that the store has lost its data.
+        Hosts that the store does not list may be alive, because a lease also runs out
+        while the store does not answer.
         """
         view = self._records.view
         if (old := view.assignment) is not None:
@@ -325,14 +336,17 @@ class HostMonitor:
     def connected(self, record: HostRecord) -> None:
         """Handles a host that has connected, or a newer record of a connected host.
 
-        A newer record is only stored. For a host that has connected:
+        A newer record is only stored. For a host that has connected, the first of these
+        applies:
 
         * While the leader decides which host gets which slot, the host is asked for its
           copies.
-        * If the host has a slot, the job is formed anew.
-        * If all slots have hosts, the host becomes a spare.
-        * If the job waits for hosts or has not begun, it is formed if the hosts now
-          suffice. `tick` does this in a served job (whose processes the user starts).
+        * If the host has a slot, the job is formed anew: messages to the host were
+          lost.
+        * If the job neither waits for hosts nor has yet to begin, the host becomes a
+          spare.
+        * Otherwise the job is formed if the hosts now suffice. In a served job (whose
+          processes the user starts), `tick` does this.
         """
         was_there = self._registry.same_process(record)
         if not self._registry.connect(record):
@@ -387,8 +401,9 @@ class HostMonitor:
     def tick(self) -> None:
         """Drops hosts whose link ended a lease ago, and asks unusable hosts again.
 
-        Also forms a served job, whose processes the user starts, once all processes
-        have attached.
+        Unusable hosts can have no slot, because they reported so or did not report
+        their copies (`HostRegistry.to_ask_again`). Also forms a served job, whose
+        processes the user starts, once all processes have attached.
         """
         lease_s = self._config.timeouts.lease
         for host in self._registry.overdue(self._loop.now(), lease_s):
@@ -445,8 +460,8 @@ class HostMonitor:
         Args:
             host: the reporting host.
             why: the reason, for people.
-            layout: if the state did not fit into the host's memory: its layout (mesh
-                and leaves) as JSON; otherwise "".
+            layout: the state's layout (mesh and leaves) as JSON, if the state did not
+                fit into the host's memory; otherwise "".
         """
         is_new = host not in self._registry.unfit
         self._registry.unfit[host] = why
@@ -479,13 +494,13 @@ class HostMonitor:
             self._rendezvous.form(f"{host} can be used again")
 
     def _ask_again(self, host: str) -> None:
-        """Sends another order to an unusable host, in case it can have a slot by now.
+        """Sends another order to an unusable host, in case it can have a slot now.
 
         A host that did not report its copies is ordered to report them, but only while
         the job waits for hosts or the leader decides which host gets which slot. A host
         that reported that it cannot have a slot is ordered to allocate memory for one.
-        If it is not known how much memory a slot needs, the host counts as usable at
-        once.
+        If it is not known how much memory a slot needs, no order is sent, and the host
+        may have a slot at once.
         """
         if host not in self._registry.unfit:
             if self._rendezvous.phase == "waiting" or self._rendezvous.is_deciding:

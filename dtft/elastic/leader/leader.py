@@ -51,8 +51,10 @@ phase restarts the deadline for the next snapshot."""
 
 
 class Leader:
-    """Handles the events of the leading agent: hosts' reports, hosts that join or
-    leave, and changes of the store. See the module's docstring."""
+    """Handles the events of the leading agent; see the module's docstring.
+
+    Events are hosts' reports, hosts that join or leave, and changes of the store.
+    """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Leader:
 
         Args:
             config: the settings of this host's agent.
-            membership: this host's membership in the job.
+            membership: writes to the store while this host holds the leader key.
             view: the job's records in the store when this host began to lead.
             commits: the commits recorded at that time, newest first.
             loop: the agent's event loop.
@@ -82,8 +84,8 @@ class Leader:
             list_steps: lists the steps that a storage directory holds.
             committing: called with the step of a commit that is being written, and with
                 0 once the commit is recorded.
-            ended: called with the job's result if the store has not recorded the result
-                in time.
+            ended: called with the job's result, as JSON, if the store has not recorded
+                the result in time.
             resign: lets another host lead, because this host is to leave the job.
         """
         self._config, self._journal, self._loop = config, journal, loop
@@ -283,10 +285,14 @@ class Leader:
     def _fail(self, message: str, code: int = 1) -> None:
         """Ends the job after a failure that would repeat, except in two cases.
 
-        If the job has a new number of slots and `code` is `FATAL_INPUT`, excludes this
-        number instead (`Scaling.undone`). In a served job (whose processes the user
-        starts) the processes get the message and are detached; the agents continue and
-        keep the last commit.
+        The newest commit is exported first if storage lacks it. The job does not end in
+        these cases:
+
+        * `code` is `FATAL_INPUT`, and the job has another number of slots than the
+          newest commit. Then this number is excluded, and the job is formed anew with
+          another one (`Scaling.undone`).
+        * The job is served (the user starts its processes). Then the processes get the
+          message and are detached; the agents continue and keep the newest commit.
 
         Args:
             message: the reason, for people.
@@ -309,12 +315,14 @@ class Leader:
         self._shutdown.fail(decision.message, self._error_code)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
-        """Records a trainer's progress; restarts a deadline in two cases.
+        """Records a trainer's progress report; restarts a deadline in two cases.
 
-        * The job trains, and the trainer's phase is in `UNHURRIED`.
-        * Some trainer has no finished step yet, and this trainer evaluates. A job that
-          was formed anew at its last step has no step left. Its trainers report
-          `running` after the evaluation, each batch of which has its own limit.
+        * All slots train, and this trainer evaluates or compiles, so it takes no
+          snapshot: the deadline for the next snapshot.
+        * Some trainer has not finished a step since the job was formed, and this
+          trainer evaluates: the deadline for the start. A job that is formed anew after
+          its last step only evaluates, and its trainers report `running` after that.
+          Each batch of the evaluation has a limit of its own.
         """
         self._progress[host] = self._loop.now(), JobProgress(**told)
         rendezvous = self._rendezvous
@@ -431,10 +439,12 @@ class Leader:
         self._report_start(round_, round_.assignment)
 
     def _report_start(self, round_: Round, assignment: SlotAssignment) -> None:
-        """Logs that every slot trains.
+        """Handles the moment at which every slot trains: logs it.
 
-        After a recovery, prints the recovery's cost, answers the requests to scale, and
-        adds the cost to the later replies about drained hosts.
+        After a recovery, prints the times and bytes that it took (`RecoveryReport`),
+        answers the requests to scale, and adds these values to the later replies about
+        drained hosts. At the start of a job, prints a warning if the job cannot shrink
+        to `--min-replicas`.
         """
         if assignment.rung is None:
             self._journal.event("started", step=assignment.step)
@@ -486,7 +496,7 @@ class Leader:
         Args:
             host: the trainer's host.
             slot: the host's slot.
-            step: the step that the trainer has reported.
+            step: the trainer's step when the exception was raised.
             error: "TypeName: message" of the exception.
             evidence: the trainer's phase, the traceback and the path of the log.
         """
@@ -640,8 +650,9 @@ class Leader:
         """Checks deadlines and whether the job is over; called periodically.
 
         The deadlines are those of hosts, of an export, and of the event that the job
-        waits for, such as the next snapshot. Ends the job if a stop was requested or
-        every slot has finished.
+        waits for, such as the next snapshot. Begins to stop the job if a stop was
+        requested, and ends the job once every slot has finished and storage has the
+        last step.
         """
         rendezvous = self._rendezvous
         self._monitor.tick()
@@ -699,9 +710,9 @@ class Leader:
         """Ends a job that cannot begin, because no registered host can have a slot.
 
         Waits `NOBODY_S` seconds first: other hosts may be connecting, and a leader that
-        was suspended learns meanwhile that another host has led. Does not end the job
-        while the store lists a host that was not reported unfit: this leader may be cut
-        off from that host.
+        was suspended learns meanwhile that another host has led. Does not end a job
+        with a commit. Does not end the job while the store lists a host that has not
+        reported that it can have no slot: this leader may be cut off from that host.
         """
         others = self.view.hosts.keys() - self._registry.unfit.keys()
         known = bool(self._records.commits) or bool(others)
@@ -715,8 +726,10 @@ class Leader:
             self._fail(f"no host can have a slot: {why}", FATAL_INPUT)
 
     def _end_without_store(self) -> None:
-        """Sends the job's result to the other hosts and ends this agent, if the store
-        has not recorded the result in time."""
+        """Ends this agent if the store has not recorded the job's result in time.
+
+        First sends the result to the other hosts.
+        """
         result = self._shutdown.result_without_store()
         if result:
             for host in self._registry.connected - {self._config.host}:
@@ -736,9 +749,10 @@ class Leader:
             self._rendezvous.enter("running", self._stage_limit())
 
     def close(self, flush_s: float = 0.0) -> None:
-        """Ends this host's time as leader; sends waiting requesters to the next leader.
+        """Ends this host's time as leader.
 
-        Waits at most `flush_s` seconds until the event log is written.
+        Replies to waiting requesters that they must ask the next leader. Waits at most
+        `flush_s` seconds until the event log is written.
         """
         self._storage.close()
         self._scaling.close()
@@ -753,9 +767,10 @@ def _slots_of(assignment: SlotAssignment | None) -> Mapping[str, int]:
 
 
 def _with_evidence(message: Mapping[str, Any]) -> str:
-    """Returns the text of a `fatal` report, with its traceback and log, if present.
+    """Returns the text of a `fatal` report, with its traceback and the path of its log.
 
-    A `fatal` report tells of an error that would repeat if the job went on.
+    A `fatal` report tells of an error that would repeat if the job went on. It may lack
+    the traceback and the log.
     """
     told = [message["message"], message.get("traceback", "").rstrip()]
     if message.get("log"):

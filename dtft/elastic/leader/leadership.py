@@ -49,7 +49,8 @@ class Leadership:
 
         Args:
             host: this host's name.
-            membership: this host's membership in the job.
+            membership: reads the job's records and commits, and releases the leader
+                key.
             loop: the agent's event loop.
             lease_s: duration of a lease in seconds.
             make_leader: makes a leader from the view (the job's records in the store)
@@ -72,8 +73,10 @@ class Leadership:
 
     @property
     def may_campaign(self) -> bool:
-        """Whether this host may try to get the leader key; False for three leases after
-        `let_go`."""
+        """Whether this host may try to get the leader key.
+
+        False for three leases after `let_go`.
+        """
         return self._loop.now() >= self._not_before
 
     def see(self, view: View) -> None:
@@ -161,8 +164,10 @@ class Leadership:
             self._on_ended()
 
     def close(self) -> None:
-        """Closes `leader`, if this host leads; waits at most `FLUSH_S` seconds for its
-        event log."""
+        """Closes `leader`, if this host leads; called when the agent ends.
+
+        Waits at most `FLUSH_S` seconds until the event log is written.
+        """
         self._lane.close()
         if self.leader is not None:
             self.leader.close(FLUSH_S)

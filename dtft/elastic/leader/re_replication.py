@@ -1,10 +1,10 @@
 """Re-replication: restores the number of copies after a recovery.
 
 After a restore from memory, the slices that a lost host kept for others have too few
-copies. `re_replication_of` computes which slot pushes (sends) which slices again.
-`ReReplication` collects the reports of received pushes. The targets are those of the
-copy placement, because hosts have allocated no memory for other slices. `ReReplicator`
-orders the pushes; it forgets them when the job is formed anew.
+copies. `re_replication_of` computes which slot pushes (sends) which slices again. A
+slot gets only the slices that the copy placement gives it, because its host has
+allocated memory for no others. `ReReplication` collects the reports of received pushes.
+`ReReplicator` orders the pushes; it forgets them when the job is formed anew.
 """
 
 import functools
@@ -26,17 +26,17 @@ Holders = Mapping[str, Collection[str]]
 
 @dataclass(kw_only=True)
 class ReReplication:
-    """The pushes that make the missing copies of one step, and which have arrived.
+    """The pushes that make the missing copies of one step, and which of them arrived.
 
     A push is the slices that one slot sends to another.
     """
 
     step: int
     pushes: tuple[Push, ...]
-    """The pushes to send again. A push is the slices that one slot sends to another."""
+    """The pushes to send again."""
     copies: int
-    """The number of failure domains that held copies of a slice before the pushes; the
-    smallest such number of all slices."""
+    """Number of failure domains with a copy before the pushes, of the slice for which
+    this number is smallest."""
     begun: float
     """Time of the restore in seconds, on any clock."""
     digests: Mapping[str, bytes] = field(default_factory=dict)
@@ -123,8 +123,9 @@ def re_replication_of(
 ) -> ReReplication:
     """Computes which pushes make the missing copies of a restored step.
 
-    A push is the slices that one slot sends to another. Assumes that every slot has its
-    own slices again.
+    A push is the slices that one slot sends to another. A push of the placement is sent
+    again, with all its slices, if its target lacks one of them. Assumes that every slot
+    has its own slices again.
 
     Args:
         step: the restored step.
@@ -134,7 +135,7 @@ def re_replication_of(
         domains: host to its failure domain; a host that is missing here is its own
             domain.
         now: the time in seconds.
-        digests: slice key to the restored digest, where it is known.
+        digests: slice key to the digest with which the slice was restored, where known.
     """
     found = {
         piece.key: {*holders.get(piece.key, ()), *(slots[slot] for slot in owners)}
@@ -270,11 +271,10 @@ class ReReplicator:
 
 
 def _restored(round_: Round, located: Located) -> dict[str, bytes]:
-    """Returns slice key to digest of the restored state.
+    """Maps the key of each slice of the restored state to the slice's digest.
 
-    A slice's digest is the one that a host computed after the restore. Hosts compute
-    digests only after the number of slots has changed. Without such a digest, the
-    digest in the commit is returned.
+    Takes the digest that a host has computed after the restore; without one, the digest
+    in the commit. Hosts compute digests only after a change of the number of slots.
 
     Args:
         round_: the attempt to form the job, with the hosts' reports of the restore.

@@ -2,10 +2,10 @@
 
 A view is the job's records in the store at one moment. The store applies a write only
 while the leader key and the era (which changes when the store has lost data) are
-unchanged. Writes run in order on a thread beside the event loop, and each is retried
-until the store answers. Training continues meanwhile: a delayed commit is reported, and
-the trainers go on without it. Only a new formation (an assignment of hosts to slots)
-waits until its assignment is recorded.
+unchanged. Writes run in order on one thread, which is not that of the event loop. Each
+write is retried until the store answers. Training continues meanwhile: a delayed commit
+is reported, and the trainers go on without it. Only a new formation (an assignment of
+hosts to slots) waits until its assignment is recorded.
 """
 
 import itertools
@@ -52,8 +52,8 @@ class Records:
     """One leader's knowledge of the store, and its queue of writes to the store.
 
     The knowledge is the view (the job's records in the store at one moment) and the
-    last commits. A write replaces an older write with the same label (kind) that is
-    still queued; no other write is dropped. Used by the event loop.
+    last commits. A write replaces an older write with the same label (kind) that has
+    not begun; no other write is dropped. Used by the event loop.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Records:
         """Starts with no queued write.
 
         Args:
-            membership: this host's membership in the job.
+            membership: writes to the store while this host holds the leader key.
             view: the job's records in the store when this host began to lead.
             commits: the commits that the store had at that time, newest first.
             loop: the agent's event loop.
@@ -109,13 +109,13 @@ class Records:
         """Adds commits that hosts have reported, if newer than the known commits.
 
         A host can know a commit that the store has lost, or that the store has not
-        recorded because it did not answer the leader. All copies of such a commit
-        existed.
+        recorded because it did not answer the leader. Every slice of such a commit had
+        all its copies.
 
-        A commit is newer if its step is higher than that of the newest known commit.
-        But a commit is not added if its assignment of hosts to slots is older than the
-        assignment of the newest known commit. Training has then been restored from an
-        earlier step.
+        A commit is added if its step is higher than that of the newest known commit,
+        and its assignment of hosts to slots is not older. An older assignment means
+        that training was restored from an earlier step since then. Without a known
+        commit, all are added.
 
         Args:
             commits: the reported commits.
@@ -144,10 +144,13 @@ class Records:
     def put(self, label: str, value: Any, name: str, text: str) -> None:
         """Queues the write of `text` to the job's key `name` in the store.
 
+        Calls `on_delayed` if an assignment is not recorded within
+        `ASSIGNMENT_PATIENCE_S` seconds.
+
         Args:
             label: the kind of the write, such as "stored"; passed to the callbacks.
-            value: what is written, passed to the callbacks.
-            name: the end of the key.
+            value: passed to the callbacks, such as the object that `text` encodes.
+            name: the name of the key within the job.
             text: the text to write.
         """
         change = Put(key=self._membership.key(f"m/{name}"), value=text.encode())
@@ -215,7 +218,8 @@ class Records:
     def _perform(self, view: View, change: Put) -> bool:
         """Performs one write on the thread for writes; the event loop does not wait.
 
-        Also compacts the store (drops old versions of keys) if enough was written.
+        Also compacts a private store (drops old versions of keys) if enough was
+        written, or if the store is full.
 
         Args:
             view: the view (the job's records) whose leader key and era the store must

@@ -25,7 +25,7 @@ from dtft.elastic.assignment import REPLICA_AXIS, Source, resized
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryDecision:
-    """The step to restore, its source, and why newer commits are passed over."""
+    """The step to restore, its source, and why newer commits cannot be restored."""
 
     rung: int
     """Where the state was found: 1 in each host's own memory, 2 also in peers' memory,
@@ -69,9 +69,9 @@ def decide(
 
     Args:
         commits: the recorded commits, newest first.
-        layout: the running job's layout (mesh and leaves of the state), if any live
-            host knows it.
-        holdings: the verified copies of live hosts.
+        layout: the running job's layout (mesh and leaves of the state); None if it is
+            unknown or in `other_layouts`.
+        holdings: live host -> step -> slice key -> digest, of the verified copies.
         slots: the host of each slot from now on; if there are more or fewer than in the
             commit's layout, the job has more or fewer replicas.
         storage_steps: the steps that storage holds.
@@ -109,7 +109,7 @@ def _newest(
         commits: the commits, newest first.
         known: the layouts (mesh and leaves of the state) that live hosts know, by
             digest; a commit names its layout by this digest.
-        holdings: the verified copies of live hosts.
+        holdings: live host -> step -> slice key -> digest, of the verified copies.
         placed: for each slot, the failure domain by which the copies were placed; empty
             if every slot was its own domain.
 
@@ -179,7 +179,10 @@ def layout_on(layout: Layout, num_slots: int) -> Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryReport:
-    """The cost of one recovery, for `dtft drill --json` and the printed line."""
+    """Times, bytes and processes of one recovery, and what was restored.
+
+    Used for `dtft drill --json` and for the printed line. Times are in seconds.
+    """
 
     fault: str
     generation: int
@@ -201,15 +204,17 @@ class RecoveryReport:
     """The number of slots before the recovery, 0 if unknown; `slots` is the number
     after the recovery."""
     senders: Mapping[str, int] = field(default_factory=dict)
-    """Host to the bytes that other hosts are to fetch from its memory. Includes slices
-    that a spare had prefetched and did not fetch again (not in `bytes_from_peers`)."""
+    """Host to the bytes that the plan has other hosts fetch from its memory. Includes
+    slices that a spare had prefetched; they are not fetched again, and are not in
+    `bytes_from_peers`."""
     survivors: int = 0
     """Number of hosts that had a slot before the recovery and have one after it,
     without the hosts that caused the recovery."""
     survivors_restarted: int = 0
     """Number of hosts in `survivors` whose trainers were restarted."""
     restarted_because: str = ""
-    """Why these trainers were restarted; "" if none of them was."""
+    """Why all trainers, or trainers of hosts in `survivors`, were restarted; "" if
+    neither is the case."""
     phases_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase, one after the other. "leave": until all hosts have given
     up their slots and reported their copies. "record": until the store has the
@@ -218,8 +223,10 @@ class RecoveryReport:
 
     @property
     def steps_lost(self) -> int:
-        """The last step that any trainer finished, minus the restored step; at least
-        0."""
+        """Number of steps to train again.
+
+        The last step that any trainer finished, minus the restored step; at least 0.
+        """
         return max(0, self.last_finished_step - self.restored_step)
 
     def line(self) -> str:
@@ -305,6 +312,9 @@ def regions_to(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> list[dict]:
     """Lists the parts of old slices that make up one host's new slices, by sender.
+
+    Old slices are those of the restored step, with the layout at its commit; new slices
+    are those of the layout in which the job continues.
 
     Args:
         plan: the transfers of the whole restore.

@@ -1,4 +1,4 @@
-"""Forms the job in rounds: at its start, after failures, and for another size.
+"""Forms the job in rounds: at its start, after failures, and when its size changes.
 
 A formation is an assignment of hosts to slots. A round is one attempt to make a
 formation. In a round, hosts report the copies that they hold, and pure modules
@@ -65,11 +65,11 @@ Phase = Literal[
     "running",
 ]
 MOST_REHEARSED = 8
-"""Largest number of formations for which a process compiles ahead."""
+"""Largest number of possible next formations for which a process compiles the step."""
 BALLOTS = 1 << 20
-"""The number of a new world is the leader's term times `BALLOTS`, plus the number of
-the leader's round, modulo 2**63: larger numbers are not valid in messages. The number
-is only compared for equality."""
+"""Factor of the leader's term in the number of a new world. The number is the term
+times this factor, plus the number of the leader's round, modulo 2**63: larger numbers
+are not valid in messages. The number is only compared for equality."""
 STORAGE_PAUSE_S = 5.0
 """Seconds between two listings of storage while the job waits for it: storage does not
 answer, cannot be listed, or has lost its steps."""
@@ -83,7 +83,7 @@ class Resize:
     """
 
     formation: tuple[int, ...]
-    """The index of the process of each slot."""
+    """The JAX process index of the trainer of each slot."""
     until: float
     """Time at which the job is formed in any case, in seconds on the monotonic
     clock."""
@@ -97,7 +97,11 @@ class Rendezvous:
     A round is one attempt to form the job.
 
     Attributes:
-        phase: the current state, named after the awaited event or the work in progress.
+        phase: the current state. "idle": before the first round. "gathering": hosts
+            report their copies. "pausing": a pause after failures. "ending": the job
+            ends. "waiting": the job waits for hosts. "storage": it waits for storage.
+            "assigning": the store records the assignment. "preparing": hosts restore
+            and trainers start. "running": every slot trains.
         deadline: end of the phase in seconds, on the monotonic clock.
         current: the newest round; None before the first.
         previous: the last assignment of hosts to slots before the current round's; None
@@ -180,8 +184,8 @@ class Rendezvous:
     def end(self, decision: RetryDecision) -> None:
         """Ends the job with `decision`, once the hosts have reported their copies.
 
-        The last step can then be exported. A decision to end that was made before is
-        kept.
+        The reports tell which hosts can export the last step. A decision to end that
+        was made before is kept.
         """
         self._end = self._end or decision
         self.form(decision.message)
@@ -195,7 +199,8 @@ class Rendezvous:
 
         Args:
             *reasons: the causes; a plain text names no host.
-            fatal: whether the failure would repeat with the same processes.
+            fatal: whether the failure would repeat with the same processes; all
+                trainers then restart.
         """
         if self.frozen or self.phase == "ending":
             return
@@ -315,8 +320,9 @@ class Rendezvous:
             True at once in these cases, in which nothing is compiled ahead:
 
             * The processes cannot compile ahead (`_can_rehearse`).
-            * A host that would get a slot has no process among the JAX processes.
-            * The job has a plan, which is valid for one number of slots only.
+            * There are fewer hosts than slots, or a host that would get a slot has no
+              process among the JAX processes.
+            * The job has a plan of the planner, which is valid for one number of slots.
         """
         round_, old, now = self.current, self.assignment, self._loop.now()
         if round_ is None or old is None or not self._can_rehearse or round_.planned:
@@ -337,9 +343,9 @@ class Rendezvous:
         return set(formation) <= ready or now >= self._resize.until
 
     def joined(self, host: str) -> None:
-        """Handles the report that a spare host's process has joined the JAX processes.
+        """Handles the report that the trainer of a spare host has joined the world.
 
-        Orders this process, and the others again, to compile ahead (`rehearse`).
+        Orders all JAX processes of the world to compile ahead again (`rehearse`).
         """
         if self._resize is not None:
             self._resize.ready.discard(host)
@@ -350,7 +356,8 @@ class Rendezvous:
     ) -> None:
         """Handles the report that a host's process has compiled ahead.
 
-        Ignores the report unless it is about the mesh that may come next.
+        The report counts only for a change of size that waits for it (`rehearse_size`),
+        and only if it is about the next mesh. Other reports are ignored.
 
         Args:
             host: the reporting host.
@@ -402,11 +409,11 @@ class Rendezvous:
         return formations
 
     def admit(self, host: str) -> None:
-        """Gives a new spare host an index among the JAX processes; orders it to join.
+        """Orders a spare host to have its trainer join the world of JAX processes.
 
-        If no index is free, prints this and orders nothing. Does nothing if the job has
-        no hot swaps (processes that outlast a recovery), or if the JAX processes have
-        no coordination service yet.
+        First gives the trainer a process index. If no index is free, prints this and
+        orders nothing. Does nothing if the job has no hot swaps (processes that outlast
+        a recovery), or if the world's coordination service does not run yet.
         """
         if not (self._config.hot_swap and self.world.number) or not self.current:
             return
@@ -429,8 +436,9 @@ class Rendezvous:
         """Orders a host to stop training and report the copies in its memory.
 
         If the host runs JAX's coordination service for all processes, first orders it
-        to declare the given-up processes lost. A new leader has no connected host when
-        it begins a round, so this order goes out when the host connects.
+        to declare lost the processes of hosts that were lost, failed or are to leave
+        (`given_up` in `world_plan`). Called for the connected hosts when a round
+        begins, and for a host that connects later.
         """
         assert self.current is not None
         ballot, places = self.current.ballot, self._lost_places
@@ -535,7 +543,11 @@ class Rendezvous:
             self._assign(round_, present, aside)
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
-        """Returns which of `hosts` get no slot, so that all others reach each other."""
+        """Returns which of `hosts` get no slot, so that all others reach each other.
+
+        `hosts` are the hosts that could have a slot. The result follows from the pairs
+        of hosts that are known not to reach each other (`Reachability.apart`).
+        """
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
@@ -558,15 +570,19 @@ class Rendezvous:
         return bool(late)
 
     def _may_go_on(self, round_: Round) -> bool:
-        """Judges the failures of the last attempt to train, once per attempt.
+        """Decides from the last attempt's failures whether slots may be assigned now.
+
+        Decides once in a round. If the failures allow another attempt, it may begin
+        only after a pause.
 
         Args:
             round_: the current attempt to form the job.
 
         Returns:
-            Whether hosts may be assigned to slots now; False if the job ends or a pause
-            begins. The failures do not end the job if a network cut between hosts with
-            slots was just found.
+            False if the job ends or the pause begins. True if no pause is needed, in a
+            served job (whose processes the user starts), and if this round has decided
+            already. Failures that would end the job do not end it if the hosts' reports
+            show a new network cut between hosts with slots.
         """
         if self._end is None and (
             self._judged == round_.ballot or not self._seats.ends_by_itself
@@ -694,7 +710,7 @@ class Rendezvous:
             self._send(host, "reach", ballot=ballot, reach=reach)
 
     def reached(self, host: str, missed: list[str]) -> None:
-        """Handles a host's report of the peers that it did not reach (`missed`).
+        """Handles a host's answer to `look_for_links`: the peers that it did not reach.
 
         If two hosts reach each other again, a waiting job is formed anew.
         """
@@ -707,7 +723,8 @@ class Rendezvous:
         """Handles a commit of `step`.
 
         A commit ends the suspicion of a network cut between hosts. If its step is the
-        highest so far, counts of failures are cleared.
+        highest so far, the count of failed attempts in a row and the counts of failures
+        at lower steps are cleared.
         """
         self.failures.committed(step)
         self._reach.committed()
@@ -838,10 +855,12 @@ class Rendezvous:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Waits for storage that does not answer, cannot be listed or lost its steps.
+        """Waits `STORAGE_PAUSE_S` seconds, after which storage is listed again.
 
-        The job must not start again from the initial state without the user's request.
-        `reasons` says why newer steps cannot be restored from memory.
+        Called if storage may hold a step to restore, but does not answer, cannot be
+        listed, or no longer shows the steps that it had. The job must not start again
+        from the initial state without the user's request. `reasons` says why newer
+        steps cannot be restored from memory.
         """
         if not self._storage_missed:
             self._storage_missed = True
@@ -923,7 +942,8 @@ class Rendezvous:
     def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
         """Creates the commit coordinator, which commits the steps of an assignment.
 
-        Also orders spare hosts to allocate memory for a slot (`expect`).
+        Also prints a warning if the copies are in too few failure domains, and orders
+        spare hosts to allocate memory for a slot (`expect`).
 
         Args:
             layout: the layout of the state (mesh and leaves).
@@ -958,10 +978,10 @@ class Rendezvous:
     def refused(self, layout: Layout, others: Collection[str]) -> None:
         """Handles the report that a host has not enough memory for a slot.
 
-        If no trainer has announced a layout yet, orders the hosts in `others` to
-        allocate memory for a slot. The order tells these hosts how much memory a slot
-        needs. They may not learn it from their own trainers, because the report may
-        re-form the job, which stops all trainers.
+        Keeps the layout, from which the memory that a slot needs is computed. If no
+        trainer has announced a layout yet, orders the hosts in `others` to allocate
+        memory for a slot. Their own trainers may not tell them the layout any more,
+        because the report may re-form the job, which stops all trainers.
 
         Args:
             layout: the layout of the state (mesh and leaves) that did not fit.

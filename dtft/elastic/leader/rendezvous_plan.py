@@ -96,11 +96,12 @@ def death(slots: Mapping[str, int], host: str, code: int) -> RoundReason:
 
 
 def causes(reasons: Sequence[RoundReason]) -> list[RoundReason]:
-    """Returns the root causes: the reasons of the first of these kinds that occurs.
+    """Returns the root causes: those reasons that may have caused all others.
 
-    The kinds (`Cause`) are, in order: a host was lost, a trainer was killed by SIGKILL,
-    a trainer was killed by another signal, anything else. An event of one kind may have
-    caused events of later kinds. Returns [] if there are no reasons.
+    Each reason has a kind (`Cause`). The kinds are, in order: a host was lost, a
+    trainer was killed by SIGKILL, a trainer was killed by another signal, anything
+    else. An event of one kind may cause events of later kinds. So the reasons of the
+    first kind that occurs are returned; [] if there are no reasons.
     """
     of_cause = {
         cause: [reason for reason in reasons if reason.cause == cause]
@@ -122,7 +123,7 @@ class Round:
     ring: dict[str, HostRecord] = field(default_factory=dict)
     """Name to record of the hosts from which the peers in `tried` were chosen."""
     replies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Host to its report of the copies that it holds (`holdings`)."""
+    """Host to the fields of its report of the copies that it holds (`holdings`)."""
     decision: RecoveryDecision | None = None
     assignment: SlotAssignment | None = None
     prepared: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -131,7 +132,7 @@ class Round:
     """Slot to the last step of its trainer, once the trainer has ended normally."""
     corrupt: list[str] = field(default_factory=list)
     """Copies that did not match their digests, in this round or in the failed rounds
-    before this one."""
+    before this one, each as "HOST step STEP: SLICE KEY"."""
     read: bool = False
     """Whether hosts re-read and verify their copies for the report. If False, the last
     verification of each copy counts, and the reader of a copy verifies it again during
@@ -140,7 +141,8 @@ class Round:
     decided: float = 0.0
     """Wall-clock time in seconds at which the assignment was decided."""
     planned: Mapping[str, Any] = field(default_factory=dict)
-    """Checkpoint items that record the trainers' plan; {} without a plan."""
+    """Checkpoint items that record the planner's plan by which trainers divide their
+    work; {} without a plan."""
     restore_begun: float = 0.0
     restore_s: float = 0.0
     bytes_from_storage: int = 0
@@ -177,10 +179,10 @@ class Round:
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
 
     def members(self, world: int) -> dict[str, int]:
-        """Returns the hosts that have reported a process in a world, with its index.
+        """Returns the hosts that have reported a process in a world.
 
-        A world is a group of JAX processes, identified by `world`. Returns {} for
-        `world` 0.
+        Maps each of these hosts to the JAX index of its process. A world is a group of
+        JAX processes, identified by the number `world`. Returns {} for `world` 0.
         """
         told = self.replies.items()
         return {
@@ -467,7 +469,8 @@ def _why_restarted(hosts: Collection[str], world: WorldPlan) -> str:
 def _restarted(round_: Round, assignment: SlotAssignment, world: WorldPlan) -> int:
     """Counts the processes that were started so that the job trains again.
 
-    These are trainers, and JAX's coordination service if one serves all of them.
+    These are trainers. If one host runs JAX's coordination service for all trainers,
+    the service counts as one more, even if it was kept.
 
     Args:
         round_: the attempt to form the job, in which hosts reported kept processes.

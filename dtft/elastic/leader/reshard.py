@@ -37,7 +37,8 @@ class ReshardPlans:
         Args:
             located: this commit, with the holders and digests of its slices; None if
                 the state was not restored from memory.
-            layout: its layout (mesh and leaves of the state); None without it.
+            layout: the commit's layout (mesh and leaves of the state); None if
+                `located` is.
         """
         self._located, self._layout = located, layout
         self._staged: dict[int, dict[int, Sequence[bytes]]] = {}
@@ -56,7 +57,7 @@ class ReshardPlans:
         self._staged.setdefault(step, {})[slot] = digests
 
     def committed(self, commit: Commit, placement: CopyPlacement) -> None:
-        """Makes a commit the one that is resharded on request.
+        """Makes `commit` the commit that is resharded on request.
 
         Ignores a commit unless every slot has reported its digests in this formation.
         Holders and digests of the slices are computed only when a process requests the

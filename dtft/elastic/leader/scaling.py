@@ -28,7 +28,7 @@ from dtft.elastic.leader.rendezvous_plan import Round
 from dtft.elastic.leader.sizes import JobSizes
 
 Digests = Mapping[str, bytes]
-"""Slice key to the digests of its chunks."""
+"""Slice key to the digests of the slice's chunks, concatenated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +123,9 @@ class Scaling:
         `answer` sends the reply:
 
         * at once, if the request is refused or the job has this number already;
-        * in `trained`, once the job trains with this number, or with another number
-          that it keeps;
-        * at a later request for another number;
+        * in `trained`, once every slot trains with this number; or, with an error, once
+          the job trains with another number that it will keep;
+        * with an error, at a later request for another number;
         * in `close`, if this host stops leading before that.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
@@ -156,7 +156,10 @@ class Scaling:
             )
 
     def _overrule(self, size: WantedSize) -> None:
-        """Answers the waiting requests for another number of slots than `size`."""
+        """Answers the waiting requests for another number of slots with an error.
+
+        `size` is the newest request, which replaces them.
+        """
         for one in [it for it in self._waiting if it.size.slots != size.slots]:
             asked = f"the request for {one.size.replicas} replicas"
             text = f"{asked} was overruled by a later request for {size.replicas}"
@@ -232,13 +235,14 @@ class Scaling:
         return not proof.differing
 
     def undone(self, message: str) -> bool:
-        """Gives up a new number of slots after a failure that would repeat on any host.
+        """Excludes the present number of slots after a failure that would repeat.
 
-        The job is re-formed with another number. `message` is the failure, for people.
+        Only a number that differs from that of the newest commit is excluded. The job
+        is re-formed with another number. `message` is the failure, for people.
 
         Returns:
-            False if the number of slots is not new or was given up before; the job then
-            cannot go on.
+            False if the job has as many slots as the newest commit, or if the number
+            was excluded before; the job then cannot go on.
         """
         round_ = self._rendezvous.current
         chosen = round_.assignment if round_ is not None else None
@@ -253,17 +257,18 @@ class Scaling:
     def late(self, why: str) -> None:
         """Re-forms the job because trainers did not start in time.
 
-        The start counts as a failed attempt, and too many of them end the job. `why`
-        says which hosts were late, for people.
+        The start counts as a failed attempt to train, and too many failed attempts in a
+        row end the job. `why` says which hosts were late, for people.
         """
         self._rendezvous.failures.add(Failure(kind="late", error=why))
         self._rendezvous.form(why)
 
     def trained(self, report: RecoveryReport) -> None:
-        """Answers the requests for the size with which the job now trains.
+        """Answers the requests for the number of replicas that the job now has.
 
-        If the job will keep this size, requests for another size get an error. `report`
-        has the cost of the change, which is part of the reply.
+        Called when every slot trains again. If the job will keep this number, requests
+        for another number get an error. `report` has the cost of the change, which is
+        part of the reply.
         """
         assert (
             self._rendezvous.assignment is not None

@@ -216,7 +216,9 @@ class Requests:
     # --------------------------------------------------- steps safe, or stored
 
     def flush(self, host: str, slot: int, token: int, step: int, store: bool) -> None:
-        """Adds a process that waits for a step; answers once the step is safe.
+        """Adds a process that waits for a step; answers it once the step is safe.
+
+        The answer is an error if the process waits for storage and an export fails.
 
         Args:
             host: the process's host.
@@ -257,23 +259,27 @@ class Requests:
             self._settle()
 
     def committed(self, commit: Commit) -> None:
-        """Handles a commit that the store has recorded; answers the processes that wait
-        for its step."""
+        """Handles a recorded commit: answers the processes whose awaited step is safe.
+
+        Processes may request the step of this commit on other shardings from now on.
+        While an export is in progress, the answers wait for its end (`_settle`).
+        """
         coordinator = self._rendezvous.coordinator
         if coordinator is not None and self._rendezvous.assignment is not None:
             self._newest().committed(commit, coordinator.placement)
         self._settle()
 
     def exported(self, host: str, step: int, ok: bool, error: str) -> None:
-        """Handles the end of an export; answers the processes that wait for its step or
-        an earlier step.
+        """Handles the end of an export.
 
-        After a failed export, sends the error to every process that waits for storage,
-        and to the process of every slot.
+        Answers the processes that wait for its step or an earlier step. After a failed
+        export, answers every process that waits for storage with the error. The host of
+        every slot also gets the error, whether or not its process waits.
 
         Args:
-            host: the host that answered last, or failed first; for an export past its
-                deadline, the names of the hosts that have not answered.
+            host: the host whose answer ended the export: the one that failed, or the
+                last one that succeeded. For an export past its deadline, the names of
+                the hosts that have not answered, separated by commas.
             step: the exported step.
             ok: whether the whole step was written.
             error: the error; "" without one.

@@ -60,9 +60,10 @@ class Shutdown:
     def stop(self) -> None:
         """Stops the job; all running trainers end after the same step.
 
-        If hosts are missing, the job ends once the remaining hosts have exported the
-        newest commit, if they can. If no trainer runs and storage has the newest
-        commit, the job ends at once.
+        If the job waits for hosts or for storage, or has not begun, it ends once the
+        connected hosts have exported the newest commit, or at once if they cannot. If
+        the job is otherwise being formed and storage has the newest commit, it ends at
+        once.
         """
         if self._rendezvous.phase in ("idle", "waiting", "storage"):
             self._stop_with_hosts_missing()
@@ -181,8 +182,9 @@ class Shutdown:
     def is_storing(self) -> bool:
         """Whether every slot has finished, and an export runs or must not begin yet.
 
-        Both end: an export has a deadline (`CommitCoordinator.silent_export`), and the
-        pause after a failed export a longest duration (`StorageHealth`).
+        No export may begin in the pause after a failed export. The result does not stay
+        True for ever: an export has a deadline (`CommitCoordinator.silent_export`), and
+        the pause has a largest length (`StorageHealth`).
         """
         coordinator = self._rendezvous.coordinator
         if coordinator is None or self._last_finished is None:
@@ -217,10 +219,13 @@ class Shutdown:
     def result_without_store(self) -> str:
         """Returns an ended job's result if the store has not recorded it in time.
 
-        The result is JSON. In time means within `RESULT_LEASES` leases after the job's
-        end, or `RESULT_LEASES_LOST` leases while a host is lost. Returns "" before
-        that, while the store answers, and while a host that would miss the result is
-        not connected.
+        The result is JSON. Returns "" while any of these holds:
+
+        * At most `RESULT_LEASES` leases have passed since the job's end; while a host
+          is lost, at most `RESULT_LEASES_LOST` leases.
+        * The store answers.
+        * A host that would miss the result is not connected: a host with a slot, or one
+          whose link has just ended.
         """
         leases = RESULT_LEASES_LOST if self._registry.lost_hosts else RESULT_LEASES
         late = self._loop.now() > self._ended_at + leases * self._config.timeouts.lease

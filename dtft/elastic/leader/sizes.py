@@ -1,6 +1,6 @@
 """Chooses how many slots the job has when it is formed next.
 
-Excludes a number of slots on which the job could not be restored or trained, until a
+Excludes a number of slots with which the job could not be restored or trained, until a
 user requests that number again. Instead of an excluded number, the job takes a smaller
 number that is allowed, or the number of the newest commit (`choose_slots` in
 `assignment`).
@@ -19,14 +19,14 @@ from dtft.elastic.leader.events import Journal
 from dtft.elastic.leader.records import Records
 
 FAILURES = 2
-"""Number of failed formations with a new number of slots, after which the job no longer
-tries that number."""
+"""Number of failed attempts to train with one number of slots, other than that of the
+newest commit, after which this number is excluded."""
 
 
 class JobSizes:
     """Chooses the job's number of slots, and keeps the excluded numbers.
 
-    A number is excluded if the job could not be restored or trained on so many slots.
+    A number is excluded if the job could not be restored or trained with this number.
     Used by the leader's event loop.
     """
 
@@ -43,8 +43,8 @@ class JobSizes:
     def formed(self, assignment: SlotAssignment) -> None:
         """Remembers the number of slots that a user has requested, from an assignment.
 
-        Every assignment of hosts to slots contains the requested number. `asked`
-        returns this number if the store has lost the request.
+        Every assignment of hosts to slots contains the requested number (0 for none).
+        `asked` returns this number if the store has lost the request.
         """
         self._asked_before = assignment.asked_slots
 
@@ -68,9 +68,11 @@ class JobSizes:
     def choose(self, available: int, layout: Layout | None) -> int:
         """Chooses the number of slots for the next assignment of hosts to slots.
 
-        If the number is above `available`, the job waits for hosts. With a `layout`,
-        excludes numbers of slots that `size_for` refuses, because the state or the
-        batch cannot be divided among so many replicas.
+        Prefers `wanted`, then smaller allowed numbers, then `committed`; see
+        `choose_slots` in `assignment`. If the number is above `available`, the job
+        waits for hosts. With a `layout`, excludes numbers of slots that `size_for`
+        refuses, because the state or the batch cannot be divided among so many
+        replicas.
 
         Args:
             available: the number of hosts that can be given a slot.
@@ -114,7 +116,7 @@ class JobSizes:
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:
-        """Returns the numbers of slots that `choose` need not check.
+        """Returns the numbers of slots that `choose` need not check with `size_for`.
 
         These are the number in the layout (`groups`), the number of the newest commit,
         and the excluded numbers.
@@ -122,10 +124,9 @@ class JobSizes:
         return {groups.slots, self.committed, *self._unfit}
 
     def is_new(self, assignment: SlotAssignment | None) -> bool:
-        """Whether an assignment of hosts to slots changes the job's number of slots.
+        """Whether an assignment has another number of slots than the newest commit.
 
-        The number is compared with that of the newest commit. False without a commit or
-        an assignment.
+        False without a commit or an assignment.
         """
         size = len(assignment.slots) if assignment else 0
         return bool(size and self.committed) and size != self.committed

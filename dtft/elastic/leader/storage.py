@@ -77,8 +77,7 @@ class StorageHealth:
         return now >= self._not_before
 
     def begun(self, step: int, now: float) -> None:
-        """Records that the export of a step was ordered at the time `now`, in
-        seconds."""
+        """Records that the export of a step was ordered at `now`, in seconds."""
         self._begun = step, now
 
     def failed(self, step: int, host: str, error: str, now: float) -> str | None:
@@ -123,7 +122,7 @@ class StorageHealth:
         )
 
     def overdue(self, due: int, now: float) -> str | None:
-        """Returns a message if an export has taken `SLOW_S` or longer, else None.
+        """Returns a message if the current export takes `SLOW_S` or longer, else None.
 
         Returns at most one message for each exported step.
 
@@ -145,8 +144,10 @@ class StorageHealth:
 
 
 def _short(error: str) -> str:
-    """Returns the error's first line; shortens a long line in the middle, because Orbax
-    repeats paths."""
+    """Returns the error's first line; leaves out the middle of a long line.
+
+    Lines are long because Orbax repeats paths.
+    """
     line = error.partition("\n")[0]
     return line if len(line) <= 240 else f"{line[:100]} ... {line[-130:]}"
 
@@ -264,10 +265,10 @@ class StorageWatch:
 
 
 def newest_stored(directory: Path, limit_s: float = PATIENCE_S) -> int:
-    """Returns the newest step in storage; 0 if storage holds none, cannot be listed, or
-    does not answer in time.
+    """Returns the newest step in storage; 0 if none is found in time.
 
-    For commands, which have no event loop. `limit_s` is the deadline in seconds.
+    Returns 0 if storage holds no step, cannot be listed, or does not answer within
+    `limit_s` seconds. For commands, which have no event loop.
     """
     found: queue.SimpleQueue[int] = queue.SimpleQueue()
 

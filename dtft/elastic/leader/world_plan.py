@@ -7,12 +7,12 @@ in the world, and the next formation is made of these processes and of a spare's
 (a hot swap). A place whose process has died can be taken by another process. Without
 hot swaps a world has one formation.
 
-On CPU each process has a coordination service of its own (`train.world`), so every
-process can leave its collectives by itself. On accelerators the coordination service of
-one host serves the whole world, and a process can leave a collective only if the
-service believes that another process in the collective is lost. So the leader names the
-places that the service is to believe lost (`given_up`), and the world ends with the
-host that serves it.
+With hot swaps on CPU, each process has a coordination service of its own
+(`train.world`), so every process can leave its collectives by itself. Otherwise one
+host's coordination service serves the whole world. On accelerators, a process can leave
+a collective only if this service believes that another process in the collective is
+lost. So the leader names the places that the service is to believe lost (`given_up`),
+and the world ends with the host that serves it.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -109,11 +109,11 @@ def new_world(
         number: identifies the world among all worlds of the job.
         slots: the host of each slot.
         lasts: whether the same processes can form several meshes, one after the other
-            (hot swaps). Then there are `SPARE_PLACES` more indices, and no host gets
-            index 0, whose process publishes the devices of all.
+            (hot swaps). Then there are `SPARE_PLACES` more indices for spares, and no
+            host gets index 0. JAX's process 0 publishes the devices of all processes
+            once all have connected, and a world with spares is never complete.
         served: whether the first slot's host runs JAX's coordination service for all.
         because: why the processes of the previous world could not be kept.
-
     >>> new_world(1, ("b", "a"), lasts=True).indices
     {'b': 1, 'a': 2}
     >>> new_world(1, ("b", "a"), lasts=False, served=True).indices
@@ -220,8 +220,8 @@ def swapped(
         slots: the host of each slot from now on.
         members: the hosts whose processes are in the world; all have given up their
             slots.
-        usable: the hosts that may have a slot; only such a host can run the
-            coordination service for all, if one does.
+        usable: the hosts that may have a slot. If one host runs the coordination
+            service for all processes, it must be among them.
 
     Returns:
         The world with a process index for every host in `slots`, and with `turn`, the
@@ -259,9 +259,9 @@ def swapped(
 def sound(
     places: Mapping[str, int], size: int, slots: Collection[str]
 ) -> dict[str, int]:
-    """Returns each host's JAX process index, without those that cannot be right.
+    """Returns the reported JAX process indices that are valid, each for one host.
 
-    An index must be from 1 to `size` - 1, because no host gets index 0. Two hosts can
+    A valid index is from 1 to `size` - 1, because no host gets index 0. Two hosts can
     report the same index if two leaders have given it to them. Then only one of the
     hosts is returned: a host in `slots` if there is one, and the first by name.
 
@@ -269,7 +269,6 @@ def sound(
         places: host to the process index that it has reported.
         size: number of process indices.
         slots: the hosts that are to have a slot.
-
     >>> sound({"a": 1, "b": 2, "c": 2, "d": 0, "e": 99}, 11, {"c"})
     {'c': 2, 'a': 1}
     """

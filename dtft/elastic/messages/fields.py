@@ -17,7 +17,7 @@ from dtft.elastic.assignment import SlotAssignment
 
 Check = Callable[[object], bool]
 Table = Mapping[str, Mapping[str, Check]]
-"""Maps the op of a message to the message's fields and the check of each field."""
+"""Maps the op (kind) of a message to the names of its fields and their checks."""
 
 _LARGEST = 1 << 63
 _MISSING = object()
@@ -39,8 +39,10 @@ def number_or_minus_one(value: object) -> bool:
 
 
 def code(value: object) -> bool:
-    """Whether a value is an int of magnitude below 2**31: an exit code, or minus the
-    number of a signal."""
+    """Whether a value is an int that can be a process's return code.
+
+    Its magnitude is below 2**31. It is an exit code, or minus the number of a signal.
+    """
     return type(value) is int and abs(value) < 1 << 31
 
 
@@ -143,8 +145,11 @@ def map_of(key: Check, check: Check) -> Check:
 
 
 def record_of(**fields: Check) -> Check:
-    """Makes a check for a dict that has each of `fields` with a value that passes the
-    field's check; other fields are ignored."""
+    """Makes a check for a dict with certain keys, each with a check for its value.
+
+    `fields` maps the keys, which the dict must have, to these checks. Other keys of the
+    dict are ignored.
+    """
     return lambda value: (
         isinstance(value, dict)
         and fields.keys() <= value.keys()
@@ -214,7 +219,7 @@ def assignment(value: object) -> bool:
 
 
 def commit(value: object) -> bool:
-    """Whether a value is a `Commit` as JSON."""
+    """Whether a value is a `Commit` (record of a committed step) as JSON."""
     return isinstance(value, str) and _reads(known_commit, value)
 
 
@@ -259,10 +264,10 @@ def piece(value: object) -> bool:
 
 
 def region(value: object) -> bool:
-    """Whether a value is a dict with the fields of a `Region`, each a slice as a dict.
+    """Whether a value is a dict with the keys of a `Region`: old, new and moved.
 
-    A region is the part `moved` of an old slice `old` that becomes part of a new slice
-    `new`. So `moved` must lie inside both.
+    Each is a slice as a dict (see `piece`). A region is the part `moved` of an old
+    slice `old` that becomes part of a new slice `new`. So `moved` must lie inside both.
     """
     if not (isinstance(value, dict) and value.keys() >= {"old", "new", "moved"}):
         return False

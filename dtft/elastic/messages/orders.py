@@ -129,13 +129,13 @@ ORDER_FIELDS: Table = {
         "error": text,
     },
 }
-"""Maps the op of an order to the order's fields and the check of each field."""
+"""Maps the op (kind) of an order to the names of its fields and their checks."""
 
 OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
     "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach", "keep"}),
     "assemble": frozenset({"regions", "digests", "error"}),
 }
-"""Maps the op of an order to the fields that may be left out."""
+"""Maps the op (kind) of an order to the names of fields that may be left out."""
 
 
 def fault_of_order(message: object, host: str | None = None) -> str | None:
@@ -260,7 +260,7 @@ def _without_digest(order: Message) -> str | None:
 
 
 def _key(piece: Mapping[str, Any]) -> str:
-    """Returns `Slice.key`, the text that names a slice, of a slice given as a dict."""
+    """Returns the key (`Slice.key`, a slice's name) of a slice given as a dict."""
     pairs = zip(piece["start"], piece["stop"], strict=True)
     ranges = ",".join(f"{a}:{b}" for a, b in pairs)
     return f"{piece['path']}[{ranges}]:{piece['dtype']}"

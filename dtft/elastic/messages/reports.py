@@ -175,7 +175,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "log": text,
     },
 }
-"""Maps the op of a report to the report's fields and the check of each field."""
+"""Maps the op (kind) of a report to the names of its fields and their checks."""
 
 SERVED_FIELDS: Mapping[str, Mapping[str, Check]] = {
     **REPORT_FIELDS,
@@ -209,7 +209,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "finished": frozenset({"summary"}),
     "exported": frozenset({"attempt"}),
 }
-"""Maps the op of a report to the fields that may be left out."""
+"""Maps the op (kind) of a report to the names of fields that may be left out."""
 
 OF_A_SLOT = frozenset(
     {
@@ -217,7 +217,7 @@ OF_A_SLOT = frozenset(
         *("staged", "held", "finished", "flush", "wanted", "failed", "progress"),
     }
 )
-"""Ops of reports that are valid only from a host with a slot."""
+"""Ops (kinds) of reports that are valid only from a host with a slot."""
 
 
 def fault_of_report(

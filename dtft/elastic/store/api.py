@@ -56,10 +56,10 @@ KeyValues = list[KeyValue]
 
 
 class Resync(Events):
-    """A watch batch that lists all keys, sent when the store has lost past events.
+    """A batch of a watch that lists all keys, sent when events may have been lost.
 
-    Contains one put event for each existing key. A reader that applies these puts
-    misses only deletions; `gone` returns the deleted keys.
+    Contains one put event for each existing key under the watched prefix. A reader that
+    applies these puts misses only deletions; `gone` returns the deleted keys.
     """
 
     def __init__(self, pairs: KeyValues, revision: int) -> None:
@@ -73,8 +73,7 @@ class Resync(Events):
         self.revision = revision
 
     def gone(self, known: Collection[str]) -> tuple[str, ...]:
-        """Returns those keys of `known` (keys that the reader knows) that no longer
-        exist."""
+        """Returns those of the keys `known` to a reader that no longer exist."""
         present = {event.kv.key for event in self}
         return tuple(key for key in known if key not in present)
 
@@ -108,7 +107,7 @@ class Compare:
 
 @dataclass(frozen=True, kw_only=True)
 class Put:
-    """A write of one key. Unless `lease` is 0, that lease's end deletes the key."""
+    """A write of one key, which is deleted when `lease` ends; 0 for no lease."""
 
     key: str
     value: bytes
@@ -126,7 +125,8 @@ def check_changes(changes: Sequence[Put | Delete]) -> None:
     """Checks the changes of one transaction against etcd's limits.
 
     Raises:
-        ValueError: a key occurs twice, or there are too many changes or bytes.
+        ValueError: a key occurs twice, or there are more than 128 changes or 1.5 MB of
+            values.
     """
     keys = [change.key for change in changes]
     if len(set(keys)) < len(keys):
@@ -171,8 +171,10 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """Returns all pairs whose keys have `prefix`, sorted by key, and the store's
-        revision."""
+        """Returns all pairs whose keys have `prefix`, and the store's revision.
+
+        The pairs are sorted by key.
+        """
         ...
 
     def put(self, key: str, value: bytes, lease: int = 0) -> None:
@@ -227,19 +229,21 @@ class Store(Protocol):
         """Yields changes under `prefix` in order, until `stop` is set or `close` runs.
 
         After an outage the watch reconnects and continues at the next revision. If
-        the history was compacted or the store lost data, the watch yields a `Resync`.
-        If the store lost data and has since reached the watch's revision again, only
-        `known` shows the loss. The watch ends within 0.5 s of `stop`, or within the
-        store's timeout if packets are lost just then. The watch begins at the first
-        `next`. To miss no change, list first and pass the listing's revision + 1.
+        changes from there on are missing, because the history was compacted or the
+        store lost data, the watch yields a `Resync`. A store that lost data may have
+        reached the watch's revision again by new writes; then only `known` shows the
+        loss. The watch begins at the first `next`. It ends within 0.5 s of `stop`, or
+        within the store's timeout if packets are lost just then. To miss no change,
+        list first and pass the listing's revision + 1.
 
         Args:
             prefix: prefix of the watched keys.
             start_revision: revision of the first change; 0 for changes from now on.
             stop: event that ends the iteration.
-            known: returns conditions that hold in the store at the last yielded change.
-                Called after each connect. If one does not hold, the watch yields a
-                `Resync`: the store lost data, or has changed meanwhile.
+            known: returns conditions that held in the store right after the last
+                yielded change. Called after each connect. If one does not hold any
+                more, the watch yields a `Resync`: the store lost data, or has changed
+                meanwhile. By default there are no conditions.
         """
         ...
 

@@ -232,8 +232,10 @@ class EmbeddedEtcd:
             store.close()
 
     def _problem(self, store: EtcdStore) -> object:
-        """Returns why requests to this etcd fail, for an error text; None if etcd
-        answers."""
+        """Returns why requests to this etcd fail; None if they succeed.
+
+        The result is an exception or a str, for an error text.
+        """
         try:
             store.get("ready")  # needs a leader, unlike status
             # Another etcd on this port answers while ours is still starting.
@@ -262,8 +264,7 @@ class EmbeddedEtcd:
                 self._process = None
 
     def send_signal(self, number: int) -> None:
-        """Sends the signal `number` to etcd's process group if etcd runs; does not
-        wait."""
+        """Sends the signal `number` to etcd's process group, if etcd runs."""
         with self._changing:
             if self.running:
                 os.killpg(self.pid, number)
@@ -309,8 +310,7 @@ class EmbeddedEtcd:
             return self._aside
 
     def obstacle(self) -> str:
-        """Returns what prevents a start of etcd, such as a taken port; "" if nothing
-        does."""
+        """Returns what prevents a start of etcd, such as a taken port; else ""."""
         ports = (self._host, self._client_port), ("127.0.0.1", self._peer_port)
         for host, port in ports:
             if port_taken(port, host):

@@ -5,8 +5,9 @@ request that must not be applied twice is not sent again once it may have been a
 `etcd_wire` has the wire format and the sockets. Deadlines in arguments (`end`, `limit`)
 are times of `time.monotonic`.
 
-No gRPC client is used. Figures, measured with `python benchmarks/etcd_clients.py` (2
-cores), are in this order: this module, aetcd 1.0, etcd-client-py 0.5.1.
+No gRPC client is used, because of the following comparison with two of them, made with
+`python benchmarks/etcd_clients.py` on 2 cores. Its figures are in this order: this
+module, aetcd 1.0, etcd-client-py 0.5.1.
 
 * A commit takes 0.61, 0.46 and 0.48 ms. A watch reports a put after 0.61, 0.49 and 0.53
   ms. A transaction costs 0.21, 0.36 and 0.31 ms of processor time.
@@ -78,6 +79,8 @@ watches."""
 
 def version_warning(version: str) -> str | None:
     """Returns a warning about an unsafe version of etcd; None for a safe version.
+
+    Versions before 3.5.6 can lose their last writes when killed (etcd #13766).
 
     >>> version_warning("3.5.9") is None
     True
@@ -207,7 +210,10 @@ class EtcdStore:
         return key_value(pairs[0], self._below) if pairs else None
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """Returns the keys with `prefix`, sorted, and the store's revision."""
+        """Returns all pairs whose keys have `prefix`, and the store's revision.
+
+        The pairs are sorted by key.
+        """
         body = prefix_range(self._below + prefix)
         reply = self._call(f"list {prefix}", "kv/range", body)
         pairs = [key_value(pair, self._below) for pair in reply.get("kvs", [])]
@@ -580,10 +586,12 @@ class EtcdStore:
         """Yields a watch's batches from one member, each with the next start revision.
 
         `position` is the revision of the first event; a later watch continues at the
-        revision that came with the last batch. `known` is that of `watch`.
+        revision that came with the last batch. `known` returns conditions that fail if
+        the store has lost data, see `Store.watch`.
 
         Ends without an error when the watch is stopped, after a `Resync`, after
-        `_QUIET_S` seconds without bytes, and once calls try another member first.
+        `_QUIET_S` seconds without received bytes, and once a failed call has made
+        another member the first one that calls try.
 
         Raises:
             StoreUnavailable, OSError, ValueError: the connection or the watch failed.
@@ -667,15 +675,17 @@ class EtcdStore:
         result: dict[str, Any],
         known: Callable[[], Sequence[Compare]],
     ) -> Resync | None:
-        """Returns all keys if the store may lack events that the watch needs.
+        """Lists all keys if the store may no longer have events that the watch needs.
 
-        Returns None if the watch can go on.
+        The watch then yields the returned `Resync`. Returns None if the watch can go
+        on.
 
         Args:
             prefix: prefix of the watched keys.
             position: revision of the first event that the watch needs.
             result: field `result` of the watch's newest message.
-            known: the argument of `watch`.
+            known: returns conditions that fail if the store has lost data; see
+                `Store.watch`.
 
         Raises:
             StoreUnavailable: the store canceled the watch for another reason, or the

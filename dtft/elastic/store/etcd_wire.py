@@ -500,8 +500,10 @@ def _request(
 
 
 def _has_input(sock: socket.socket) -> bool:
-    """Whether a read of the socket would return at once, with bytes or at the stream's
-    end."""
+    """Whether a read of the socket would return at once.
+
+    It returns bytes that have arrived, or no bytes if the peer has closed the stream.
+    """
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

@@ -69,9 +69,9 @@ class Compaction:
         """Counts one write of `num_bytes`; compacts the store at the end of a period.
 
         A period ends after `PERIOD_WRITES` writes or `PERIOD_BYTES` bytes. The
-        compaction drops the history before the period that has just ended. The kept
-        history lets a watch continue after a short interruption. A shared store is not
-        compacted.
+        compaction drops the values that were replaced before the period began. Values
+        that were replaced during the period stay, so that a watch can continue after a
+        short interruption. A shared store is not compacted.
         """
         if not self._store.private:
             return
@@ -218,8 +218,8 @@ class Membership:
     def _register(self, record: HostRecord) -> int:
         """Makes a lease and writes this host's record with that lease; blocks.
 
-        First writes the era and the settings of the job (`claims`), each if the store
-        lacks it.
+        First writes those of the job's keys that the store lacks: the era, and the
+        settings in `claims`, which maps the name of each setting to its value.
 
         Returns:
             The id of the lease.
@@ -349,9 +349,10 @@ class Membership:
         self._on_view(view)
 
     def _renew_era(self, view: View) -> None:
-        """Writes the number of a new era to the store, which has lost data.
+        """Begins a new era, because the store has lost data.
 
-        The write is conditional, so only one host's write applies.
+        Writes the next era's number and a random id, if the era's key still has its
+        value in `view`. So only one host's write applies.
         """
         if not view.era_value:
             self._again = bool(self._lease)  # the write fails if the lease is lost
@@ -469,8 +470,7 @@ class Membership:
         return read_commits(self._store, self._job)
 
     def commit_change(self, commits: tuple[Commit, ...]) -> Put:
-        """Makes the put that records these commits in place of those recorded
-        before."""
+        """Makes the put that records these commits in place of the recorded ones."""
         text = "\n".join(commit.to_json() for commit in commits)
         return Put(key=self.key("c/commits"), value=text.encode())
 

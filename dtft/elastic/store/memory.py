@@ -78,8 +78,10 @@ class MemoryStore:
             return found[0] if found else None
 
     def list(self, prefix: str) -> tuple[KeyValues, int]:
-        """Returns the pairs whose keys have `prefix`, sorted by key, and the store's
-        revision."""
+        """Returns all pairs whose keys have `prefix`, and the store's revision.
+
+        The pairs are sorted by key.
+        """
         with self._changed:
             self._enter("list")
             return self._listing(prefix), self._revision

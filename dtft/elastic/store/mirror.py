@@ -1,10 +1,10 @@
 """A local copy of the keys under a prefix, kept current by a watch on a thread.
 
 After every change the complete copy is reported, with the store's revision. If the
-watch loses history or the store loses data, the keys are listed again. To recognize a
-loss, the newest pairs are compared with the store's each time the watch connects. A
-quiet watch connects every 30 s, and a listing each time would send the records of all
-hosts to every host.
+watch misses changes or the store loses data, the keys are listed again. To detect a
+loss, the newest pairs of the copy are compared with the store's each time the watch
+connects, which a quiet watch does every 30 s. The keys are not listed at each connect,
+because every listing sends the records of all hosts to every host.
 """
 
 import functools
@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.2
 _COMPARED, _COMPARED_BYTES = 16, 4096
 """Number of a mirror's newest pairs that are compared with the store's after a
-reconnect, and the size in bytes of their largest value. Among so many pairs of a job is
-the random id of its era or the incarnation of a host, so no other data are equal."""
+reconnect. Pairs with a value of more than `_COMPARED_BYTES` bytes are left out. Among
+so many pairs of a job is a random id, of its era or of a host's process. So the pairs
+differ from those of a store that has lost data and got other data."""
 
 Pairs = Mapping[str, KeyValue]
 Changed = Callable[[Pairs, int], None]
@@ -99,7 +100,12 @@ def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) 
 
 
 def _conditions(copy: Pairs) -> list[Compare]:
-    """Returns conditions that only hold in a store that has the pairs of `copy`."""
+    """Returns the conditions that a store has the same newest pairs as `copy`.
+
+    The newest pairs are the `_COMPARED` pairs that were written last; pairs with a
+    value of more than `_COMPARED_BYTES` bytes are left out. Each condition is that the
+    store has the same value for one key.
+    """
     small = (it for it in copy.values() if len(it.value) <= _COMPARED_BYTES)
     newest = heapq.nlargest(_COMPARED, small, key=lambda it: it.mod_revision)
     return [Compare(key=it.key, target="value", value=it.value) for it in newest]

@@ -1,8 +1,9 @@
 """A job's records in the store at one moment, parsed from its keys.
 
-A view has an era and a revision, and is never replaced by an older view. The era is a
-counter that is kept in the store. A new era begins when the store has lost data or has
-data older than a host has seen.
+A view has an era and the store's revision, and is never replaced by an older view. The
+era is a number that the store keeps under one key, together with a random id. A host
+that finds that the store has lost data, such as a smaller revision than in an earlier
+view, writes the next era. So views after the loss are newer than views before it.
 """
 
 import dataclasses
@@ -61,15 +62,14 @@ class View:
 
     @property
     def term(self) -> int:
-        """The number of the leader's term (time in office); larger for every later
-        leader."""
+        """The number of the leader's term (time in office); grows with every leader."""
         return (self.era << _REVISION_BITS) + self.leader_revision
 
     def lost_data_since(self, known: "View") -> bool:
         """Whether the store has lost data since an earlier view, `known`.
 
-        True if this view has a smaller (era, revision), or the same era number with
-        another `era_value`.
+        True if this view has a smaller (era, revision), or the same era with another
+        `era_value` (the value of the era's key, which has a random id).
         """
         again = self.era == known.era and self.era_value != known.era_value
         return self.age < known.age or again

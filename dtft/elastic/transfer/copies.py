@@ -1,7 +1,7 @@
 """The copies that this host keeps for the job, over all its formations.
 
 A formation is one assignment of hosts to the job's slots. An arena is a file in shared
-memory with the copies of one slot's host.
+memory with the copies that a host keeps while it has one slot.
 
 A formation whose layout, slot and failure domains equal those of an arena reuses this
 arena, so copies outlive the trainers. Any other formation gets a new arena. Former
@@ -29,7 +29,7 @@ class Copies:
     """All copies that this host keeps, in one holder for each layout and slot.
 
     A holder is a `ReplicaStore`, with its memory. A layout has the mesh and the arrays
-    of the state. A holder is kept if the host then gets another slot, as long as a
+    of the state. When the host gets another slot, a former holder is kept as long as a
     restore may need its copies.
     """
 
@@ -130,8 +130,8 @@ class Copies:
     def share(self, turn: int) -> bytes:
         """Chooses which of its own slices this host copies at a snapshot.
 
-        If the config's `share` is "divided", the hosts that own a slice take turns in
-        copying it.
+        A replicated slice is owned by several hosts. If the config's `share` is
+        "divided", these hosts take turns in copying it from their devices.
 
         Args:
             turn: number of the snapshot since the slot was assigned, from 0
@@ -261,10 +261,15 @@ class Copies:
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:
         """Returns where the trainer finds the state of a step.
 
+        Args:
+            step: the step.
+            in_memory: whether the trainer loads the step from this host's memory.
+
         Returns:
-            `arena`: path of the shared memory; and, if `in_memory`, `buffers`,
-            `digests` and `items` of the step (otherwise empty, and the trainer does not
-            load the state from memory).
+            `arena`: path of the shared memory. `buffers`: for each chunk of the slot's
+            own slices, one byte: the number of the arena buffer that has it. `digests`:
+            those of each own slice's chunks. `items`: the step's JSON items. All but
+            `arena` are empty if `in_memory` is False.
         """
         holder = self.holder
         assert holder is not None

@@ -65,8 +65,8 @@ class PrefetchedSlices:
     def find(self, key: str, digests: bytes) -> memoryview | None:
         """Returns the bytes of a slice that was prefetched with these digests, or None.
 
-        `key` names the slice. The bytes were verified when they were fetched. The
-        caller must verify them again.
+        `key` names the slice. The bytes were verified when they were fetched, but are
+        not verified here: the caller must do so, as memory may have changed since.
         """
         with self._lock:
             held = self._held.get(key)
@@ -225,8 +225,8 @@ class Prefetcher:
             stop: ends the fetch once it is set.
 
         Returns:
-            Whether all missing slices were fetched. False if there were none, or if
-            `stop` was set meanwhile.
+            True if slices of `same` were missing and all of them were fetched. False if
+            none was missing, or if `stop` was set meanwhile.
 
         Raises:
             FetchError: the host has gone, or a slice has changed meanwhile.
@@ -265,7 +265,10 @@ class Prefetcher:
 
 
 def available_bytes() -> int:
-    """Returns the bytes that processes can get on this machine without swapping."""
+    """Returns the bytes that processes can get on this machine without swapping.
+
+    0 if the kernel does not tell.
+    """
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

@@ -208,7 +208,7 @@ def serve_fetch(channel: Channel, inbox: Inbox) -> None:
 
 
 def serve_digests(channel: Channel, inbox: Inbox) -> None:
-    """Sends a spare that prefetches the digests of the slices of this host's slot.
+    """Sends the digests of the slices of this host's slot to a spare that prefetches.
 
     The answer has the newest step with a copy on this host (-1 if there is none), and
     for each slice the digests of its newest copy. Slices without a copy are left out.

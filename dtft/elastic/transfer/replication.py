@@ -158,9 +158,9 @@ class Pusher:
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
     """Makes pushers share one rate limit; must be called before their first step.
 
-    Returns the `PushPace` that decides the limit. The caller calls its `staged` after
-    each snapshot; before the first call there is no limit. `limit_s` is the number of
-    seconds within which a step must arrive at the peers.
+    Returns the `PushPace` that sets the limit. The caller must call `PushPace.staged`
+    after each snapshot; before the first call there is no limit. `limit_s` is the
+    number of seconds within which a step must arrive at the peers.
     """
     pace = PushPace(sum(pusher.nbytes for pusher in pushers), limit_s)
     for pusher in pushers:

@@ -1,9 +1,9 @@
 """Carries out a restore plan on one host: the one executor of all restores.
 
-Fills the memory of slices as the leader has ordered. A slice is fetched whole, by its
-key, or is assembled from regions of committed slices if the state is now divided
-differently than in the commit. The host's correct copies stay. All other slices are
-fetched from the peers in parallel.
+Fills the memory of a slot's slices as the leader has ordered. Correct copies that the
+host has already are used. The other slices are fetched from the peers in parallel: each
+slice whole, by its key, or, if the state is now divided differently than in the commit,
+in regions (pieces of committed slices) from which it is assembled.
 
 Committed slices are read in whole chunks whose digests must be the commit's, so wrong
 bytes are never restored. Afterwards the leader compares the digests that the owners of
@@ -66,8 +66,11 @@ class FetchFailed(Exception):
     ) -> None:
         """Stores the host and the corrupt copies, for the report to the leader.
 
-        A corrupt copy is written "HOST step N: KEY", as everywhere in reports.
-        `unreleased` is that of `FetchError`.
+        Args:
+            host: the host that could not supply a slice.
+            reason: the reason, for the message.
+            corrupt: the corrupt copies, each as "HOST step STEP: SLICE KEY".
+            unreleased: whether NIXL may still write to the slices' memory later.
         """
         super().__init__(f"from {host}: {reason}")
         self.host, self.corrupt = host, tuple(corrupt)
@@ -86,7 +89,7 @@ class FetchOrder:
     """Fields `host` and `address` of the peer; `keys` of whole slices, or `regions`, or
     both."""
     digests: Mapping[str, bytes]
-    """Maps the key of each committed slice to its digests."""
+    """Maps the key of each committed slice to the digests of its chunks."""
 
     def regions(self, memory: Mapping[str, Parts]) -> dict[Slice, list[Region]]:
         """Maps each committed slice to the regions that are copied out of it.
@@ -132,9 +135,9 @@ def restore_copies(
         nixl: reads from peers that have NIXL too; None: without NIXL.
 
     Returns:
-        The result of `restore_into`: bytes, seconds and digests, or an `error`. Only
-        `fatal`, a reason, if memory could not be allocated or a newer order of the
-        leader has arrived.
+        The result of `restore_into`: bytes, seconds and digests, or an `error`. If no
+        restore began, because memory could not be allocated or a newer order of the
+        leader has arrived, only `fatal`: the reason in words.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -170,8 +173,9 @@ def restore_into(
 ) -> dict[str, Any]:
     """Restores the slices of a slot as a leader's order says.
 
-    A newer order may drop or replace the step in `holder` meanwhile. This restore then
-    still writes only to its own memory, which no other step gets before it has ended.
+    A newer order may drop or replace the step in `holder` during this restore. The
+    restore then still writes to the memory that it has taken. No other step is given
+    this memory before the restore has ended.
 
     Args:
         holder: this host's copies for the slot in the order; its memory is filled.
@@ -184,7 +188,7 @@ def restore_into(
         nixl: reads from peers that have NIXL too; None: without NIXL.
         former: this host's copies for former assignments of slots.
         prefetched: slices that this host has fetched ahead.
-        given_up: whether a newer order has come, so that the fetches end early.
+        given_up: returns whether a newer order has come; the fetches then end early.
 
     Returns:
         `peers` (bytes fetched from peers), `own` (the other bytes of the slot's slices)
@@ -232,8 +236,9 @@ def _restore(
 ) -> int:
     """Fills and verifies the missing slices of a restore that has begun.
 
-    The other arguments are those of `restore_into`. Returns the number of bytes fetched
-    from peers.
+    `restoring` is this restore; it has the memory of the missing slices. The other
+    arguments are those of `restore_into`. Returns the number of bytes fetched from
+    peers.
 
     Raises:
         FetchFailed: a fetch failed, a copy on this host is corrupt, or a slice was
@@ -406,7 +411,8 @@ def bring(
         nixl: reads from peers that have NIXL too; None: without NIXL.
         fetched: called, by one thread at a time, with the keys of the whole slices that
             one peer has sent.
-        given_up: whether the bytes are no longer needed, so that the fetches end early.
+        given_up: returns whether the bytes are no longer needed; the fetches then end
+            early.
 
     Returns:
         Number of bytes fetched from peers. Whole chunks are fetched, so bytes outside
@@ -475,10 +481,11 @@ def _asks(order: FetchOrder, memory: Mapping[str, Parts]) -> bool:
 def _flat(
     orders: Sequence[FetchOrder], memory: Mapping[str, Parts]
 ) -> dict[str, Parts]:
-    """Returns `memory` with contiguous memory for slices assembled from regions.
+    """Returns a map like `memory`, with contiguous memory for assembled slices.
 
-    If the memory of a slice that is assembled consists of several buffers, it is
-    replaced by one new buffer.
+    If a slice is assembled from regions, and its memory in `memory` consists of several
+    buffers, the returned map has one new buffer for it. `bring` copies this buffer to
+    `memory` at the end.
     """
     flat = dict(memory)
     for order in orders:
@@ -545,7 +552,8 @@ def fetch_into(
         limit_s: deadline in seconds.
         nixl: reads whole slices from peers that have NIXL too.
         streams: largest number of connections at a time.
-        given_up: whether the bytes are no longer needed, so that the fetch ends early.
+        given_up: returns whether the bytes are no longer needed; the fetch then ends
+            early.
 
     Returns:
         Number of bytes fetched and verified. Whole chunks are fetched, so bytes outside

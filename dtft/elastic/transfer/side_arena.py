@@ -43,11 +43,12 @@ class SideArena:
             layout: the mesh and arrays under which the step is requested.
             slot: this host's slot.
             chunk_bytes: bytes of a chunk, which has one digest.
-            bring: fills and verifies the memory of each slice
-                (`restore_executor.bring`).
+            bring: fills and verifies the memory of each slice; see
+                `restore_executor.bring`.
 
         Returns:
-            `arena` (its path) and `digests` (per slice), for the process.
+            `arena` (its path) and `digests` (for each of the slot's slices, those of
+            its chunks, joined), for the process.
 
         Raises:
             OSError: not enough memory; names bytes needed and available.
@@ -83,8 +84,9 @@ class SideArena:
 class Resharding:
     """Assembles the slices of a step that this host's process requests.
 
-    Emits the event ("assembled", task, answer). The answer has the `step`, its `layout`
-    as JSON, and either `arena` (path of the memory) and `digests`, or `error`.
+    Emits the event ("assembled", task, answer), with the task that was passed to
+    `begin`. The answer has the `step`, its `layout` as JSON, and either `arena` (path
+    of the memory) and `digests`, or `error`.
     """
 
     def __init__(

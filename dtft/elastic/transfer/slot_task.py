@@ -31,7 +31,8 @@ class SlotTask:
     """The trainer's layout, if it equals that of the commit which is restored from
     memory; else None. The layout is accepted once the restore has succeeded."""
     announced: bool = False
-    """Whether the trainer's layout was accepted."""
+    """Whether the trainer's layout was accepted: this host has memory for it, and has
+    reported it to the leader."""
     turn: int = 0
     """Number of steps that the trainer has staged (written to this host's memory) under
     this order. Equal on all hosts, which take turns in copying slices."""
@@ -43,7 +44,7 @@ class SlotTask:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt) of the order."""
+        """(generation, attempt) of the order's assignment of slots."""
         return self.order["generation"], self.order["attempt"]
 
     @property
@@ -89,7 +90,8 @@ class SlotTask:
         """Counts a step that the trainer has staged, and queues it for the peers.
 
         Staged means that the trainer has written its slices to this host's memory. Also
-        adapts the rate limit of the pushers to the measured times.
+        adapts the rate limit of the pushers to the measured seconds per step and to
+        `interval` (`PushPace.staged`); without `window` the limit stays.
 
         Args:
             step: the staged step.

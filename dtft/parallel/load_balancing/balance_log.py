@@ -199,10 +199,10 @@ nodes it has the least, median and largest value."""
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Times of the timed and the untimed steps of a round, measured in one process.
+    """Mean times of the timed and the untimed steps of a round, in one process.
 
-    A round is a number of steps with the same shares. The last steps of a round are
-    timed. Timing a step takes extra time (`share`).
+    A round is a number of steps with the same division of the batch between replicas.
+    The last steps of a round are timed, and a timed step takes longer.
     """
 
     step_s: float | None
@@ -230,7 +230,8 @@ class Cost:
 class BalanceLog:
     """Log of shares: a printed line and a record in `balance.jsonl` for each event.
 
-    Only the leading process prints and writes. A failed write prints a warning.
+    An event is the beginning of a run, or the end of a round of steps. Only the leading
+    process prints and writes. A failed write prints a warning.
     """
 
     def __init__(
@@ -246,7 +247,9 @@ class BalanceLog:
 
         Args:
             run_directory: directory of `balance.jsonl`.
-            epoch: fields that are added to every record: generation and attempt.
+            epoch: fields that are added to every record: `generation`, the number of
+                the assignment of hosts to slots, and `attempt`, the number of the
+                trainers' start within this assignment.
             names: names of the nodes (replicas).
             leading: whether this process prints and writes; if not, the log does
                 nothing.
@@ -362,8 +365,10 @@ def round_line(
 ) -> str:
     """Makes the log line of a round, a number of steps with the same shares.
 
-    The line has the shares of the round, each replica's mean milliseconds of waiting
-    for the slowest, and the next shares or the reason why the shares stay the same.
+    The line has the shares of the round, and each replica's mean milliseconds of
+    waiting for the slowest. It names replicas whose speed has changed relative to the
+    others, and the fraction of time that measuring took. Last it has the next shares,
+    or the reason why the shares stay the same.
 
     Args:
         step: number of the round's last step.

@@ -31,14 +31,17 @@ from dtft.parallel.step import Arrays, TrainStep
 
 
 class Timing(Protocol):
-    """Interface of `Probe`: runs and times steps."""
+    """Interface of an object that compiles, runs and times steps, such as `Probe`."""
 
     def prepare(self, batch: Arrays) -> None:
         """Compiles the programs of a timed step for a batch."""
         ...
 
     def idle_at(self, state: State) -> float:
-        """Waits until the state is ready; returns the time (`time.perf_counter()`)."""
+        """Waits until the devices have computed `state`; returns the time then.
+
+        The time is in seconds, by `time.perf_counter()`.
+        """
         ...
 
     def step(self, state: State, batch: Arrays) -> tuple[State, Metrics, TimedStep]:
@@ -96,8 +99,7 @@ class Balancer:
 
     @property
     def balance(self) -> Balance[Counts]:
-        """The current shares, and the times from which the speeds of replicas are
-        estimated."""
+        """The current shares, and the measured times that determine the next shares."""
         return self._balance
 
     def prepare(self, batch: Arrays) -> None:
@@ -121,9 +123,9 @@ class Balancer:
     def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """Runs this process's first step.
 
-        Before that step the gathers of times and of shares are run once, which compiles
-        the gathers. So the times of timed steps do not include compilation. Returns the
-        new state and the metrics.
+        Before the step, gathers zeros once in place of times and once in place of
+        shares. This compiles the two gathers, so the times of timed steps do not
+        include the compilation. Returns the new state and the metrics.
         """
         for columns in (self._config.probes, len(self._names)):
             self._told(np.zeros((self._num_own, columns)))
@@ -175,8 +177,9 @@ class Balancer:
     def _told(self, own: np.ndarray) -> np.ndarray:
         """Gathers values of all replicas from all processes, by `gathered`.
 
-        `own` has one row for each replica of this process. Returns an array `[replicas,
-        devices of a replica, columns of own]`.
+        `own` has n values for each replica of this process, `[replicas here, n]`.
+        Returns an array `[replicas, devices of a replica, n]`; a device has the values
+        that its process gave.
         """
         return gathered(self._train_step.mesh, own)
 

@@ -40,10 +40,11 @@ class SharedGradients:
     """Function that computes gradients and metrics of a batch with uneven shares.
 
     A share is the number of microbatches that a replica takes in a step. The arrays of
-    a batch have room for the largest share of each replica. Only the first rows of a
-    replica are used, as many as its share has; the batch array named
-    `row_assignment.COUNTS` has the shares. Layers that normalize over rows normalize
-    within a microbatch, so the shares do not change the results of these layers.
+    a batch have room for the largest share of each replica. Of a replica's rows only
+    those of the microbatches in its share are used, from the first row on; the batch
+    array named `row_assignment.COUNTS` has the shares. Layers that normalize over rows
+    normalize within a microbatch, so the shares do not change the results of these
+    layers.
     """
 
     model: FunctionalModel
@@ -75,7 +76,11 @@ class SharedGradients:
         )(state["params"], state["statistics"], rows, batch[COUNTS])
 
     def means(self, sums: Sums) -> Means:
-        """Adds the sums of all replicas; divides by the number of all microbatches."""
+        """Adds the sums of all replicas; divides by the number of all microbatches.
+
+        `sums` is the result of `local`. Returns the means of gradients, running
+        statistics and metrics, equal on all replicas.
+        """
 
         is_whole = self.mesh.size == self.mesh.shape[REPLICA_AXIS]
 
@@ -157,8 +162,9 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: the batch cannot be shared on this mesh, the model is not supported
-            (`functional`), or the optimizer cannot run on this mesh.
+        ValueError: the batch cannot be shared on this mesh, the model keeps arrays
+            beside parameters and running statistics, or the optimizer cannot run on
+            this mesh.
     """
     batch = experiment.data.global_batch
     sharing = sharing_of(experiment.balance, batch, mesh.shape)
@@ -174,7 +180,11 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
 
 def shared_by(train_step: TrainStep) -> SharedGradients:
-    """Returns the `SharedGradients` of a train step from `load_balanced_step`."""
+    """Returns the `SharedGradients` of a step that `load_balanced_step` has built.
+
+    It computes the step's gradients. Its fields have the mesh, and the division of the
+    batch into microbatches (`sharing`).
+    """
     assert isinstance(train_step.gradients, SharedGradients)
     return train_step.gradients
 
@@ -222,7 +232,8 @@ class SharedFeed(Prepared):
             counts: for each replica its share, as a number of microbatches.
 
         Raises:
-            ValueError: the counts are not shares of this batch (`Sharing.check`).
+            ValueError: there is not one count per replica, a count is negative or above
+                the largest share, or the counts do not add up to all microbatches.
         """
         super().__init__()
         self._source, self._sharding = source, train_step.batch_sharding
@@ -233,7 +244,8 @@ class SharedFeed(Prepared):
         """Sets the shares, in microbatches, of all batches that are read afterwards.
 
         Raises:
-            ValueError: the counts are not shares of this batch (`Sharing.check`).
+            ValueError: there is not one count per replica, a count is negative or above
+                the largest share, or the counts do not add up to all microbatches.
         """
         self._shared.check(counts)
         self._counts = tuple(int(count) for count in counts)
@@ -291,7 +303,10 @@ class SharedFeed(Prepared):
 
 @dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """Times of one step in this process."""
+    """Times of one step in this process: its start, its end, and busy seconds.
+
+    The busy seconds are those of the local sums and the update of each replica.
+    """
 
     began: float
     """Time when state and batch were ready, in seconds (`time.perf_counter()`)."""
@@ -302,8 +317,9 @@ class TimedStep:
 
 
 class Probe:
-    """Runner of timed steps, each as three programs: local sums, reduction, update.
+    """Runs and times steps, each as three programs: local sums, reduction, update.
 
+    The reduction waits for all replicas; the time of the other two is a replica's own.
     The compiled programs are kept.
     """
 
@@ -351,7 +367,10 @@ class Probe:
         return self._compiled
 
     def idle_at(self, state: State) -> float:
-        """Waits until the state is ready; returns the time (`time.perf_counter()`)."""
+        """Waits until the devices have computed `state`; returns the time then.
+
+        The time is in seconds, by `time.perf_counter()`.
+        """
         jax.block_until_ready(state)
         return time.perf_counter()
 
@@ -449,7 +468,10 @@ def _gather(mesh: Mesh) -> Any:
 
 
 def _given_by(compiled: Any) -> Any:
-    """Returns ShapeDtypeStructs, with shardings, of a compiled program's results."""
+    """Returns the shape, dtype and sharding of each result of a compiled program.
+
+    The return value is a tree of ShapeDtypeStructs.
+    """
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=sharding

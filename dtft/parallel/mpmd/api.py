@@ -164,16 +164,19 @@ class PlacedStep:
 
     @property
     def transfers(self) -> tuple[NodeTransfer, ...]:
-        """Counts and bytes of arrays that a step sends, by pair of nodes and kind of
-        array."""
+        """Counts and bytes of the arrays that a step sends from node to node.
+
+        There is an entry for each pair of nodes and each kind of array (`Key.kind`),
+        such as `cotangent`.
+        """
         calls = self._feed.gradients.calls.then(self._feed.updating.calls)
         return calls.transfers(self.microbatches)
 
     @property
     def homes(self) -> State:
-        """A tree with the structure of the state, which has a node for each leaf.
+        """The number of the node that stores and updates each leaf of the state.
 
-        The entry is the number of the node that stores and updates the leaf.
+        A tree like the state, with these numbers as leaves.
         """
         return self._layout.homes
 
@@ -248,8 +251,9 @@ class PlacedStep:
             The results of the loss, as means over the batch, and the tree of gradients.
 
         Raises:
-            ValueError: the state, the batch or a weight of a microbatch is not allowed
-                (details at `step`).
+            ValueError: state or batch has another tree, shape or dtype than planned,
+                the state was donated or is on other devices, or a weight of a
+                microbatch is not allowed.
             TimeoutError: a node waited for an array until the deadline, or still
                 computed 5 s after the deadline.
         """
@@ -263,8 +267,9 @@ class PlacedStep:
     def run_node(
         self, node: int, state: State, batch: Any, exchange: Exchange
     ) -> tuple[State, list[Span]]:
-        """Runs and times one node's tasks of a step, in a process that has only this
-        node.
+        """Runs and times one node's tasks of a step.
+
+        For a process that has only this node; other processes run the other nodes.
 
         Args:
             node: number of the node.
@@ -278,8 +283,9 @@ class PlacedStep:
             tasks. The results of the loss are not returned.
 
         Raises:
-            ValueError: the state, the batch or a weight of a microbatch is not allowed
-                (details at `step`).
+            ValueError: state or batch has another tree, shape or dtype than planned,
+                the state was donated or is on another device, or a weight of a
+                microbatch is not allowed.
             TimeoutError: the node waited for an array until the deadline; the message
                 names the array.
         """
@@ -313,8 +319,9 @@ class PlacedStep:
         The result maps a node to a dict from an array's name (`Key`) to the array.
 
         Raises:
-            ValueError: the state, the batch or a weight of a microbatch is not allowed
-                (details at `step`).
+            ValueError: state or batch has another tree, shape or dtype than planned,
+                the state was donated or is on other devices, or a weight of a
+                microbatch is not allowed.
         """
         self._layout.check(state)
         self._layout.check_here(state, nodes)

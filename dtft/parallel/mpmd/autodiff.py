@@ -302,7 +302,8 @@ class Ends:
     like: Mapping[int, jax.ShapeDtypeStruct]
     """Map from the number of a parameter or result to its shape and dtype."""
     homes: Mapping[int, int]
-    """Map from the number of a parameter to its home node."""
+    """Map from the number of a parameter to its home node, the node that stores and
+    updates it."""
     summing: Mapping[int, Sequence[int]]
     """Map from the number of a parameter to the nodes that sum its gradient, including
     its home node."""
@@ -458,7 +459,7 @@ class Gradients:
     active: frozenset[int]
     """Numbers of the floating-point values on a path from a parameter to the loss."""
     homes: tuple[int, ...]
-    """Home node of each parameter."""
+    """Home node of each parameter: the node that stores and updates it."""
     inputs: tuple[tuple[Key, int], ...]
     """Key and node of each array that the caller puts into a node's store: batch,
     constants and weights."""
@@ -676,10 +677,10 @@ class _Differentiation:
             node: node of the segment.
 
         Returns:
-            For a parameter, a key of kind `sum`: the node's sum over microbatches,
-            which begins at zero. For another value, a key of kind `partial`: the
-            cotangent that the node's previous backward call for the value wrote; None
-            if the node has no such call.
+            For a parameter, a key whose `kind` is `sum`: the node's sum over
+            microbatches, which begins at zero. For another value, a key whose `kind` is
+            `partial`: the cotangent that the node's previous backward call for the
+            value wrote; None if the node has no such call.
         """
         if number in self._params:
             return Key("sum", number, node)
@@ -696,10 +697,10 @@ class _Differentiation:
             node: node of the segment.
 
         Returns:
-            For a parameter, a key of kind `sum`: the node's sum over microbatches. For
-            another value, a key of kind `cotangent` if this is the node's last backward
-            call for the value, else of kind `partial`, to which the node's next such
-            call adds.
+            For a parameter, a key whose `kind` is `sum`: the node's sum over
+            microbatches. For another value, the `kind` is `cotangent` if this is the
+            node's last backward call for the value. Else it is `partial`: the node's
+            next backward call for the value adds to this array.
         """
         if number in self._params:
             return Key("sum", number, node)

@@ -148,9 +148,10 @@ class Node:
 
 
 def _uses(tasks: Sequence[Task], wanted: Sequence[Key]) -> Counter[Key]:
-    """Returns, by key, how often the tasks read or send each array.
+    """Counts how often the tasks read or send each array, by key.
 
-    A wanted array counts once more, so that it stays in the store.
+    A key in `wanted` counts once more, so that its array is not dropped after its last
+    use.
     """
     left: Counter[Key] = Counter(wanted)
     for task in tasks:
@@ -168,9 +169,10 @@ def _let_go(task: Task, store: dict[Key, Any], left: Counter[Key]) -> None:
 
 
 class _Clock:
-    """Waits for arrays and records the times of tasks.
+    """Measures times since the step began, and records the times of tasks.
 
-    Does neither if `began`, the time at which the step began, is None.
+    Waits for arrays before a measurement. If `began`, the time at which the step began,
+    is None, it neither waits nor records.
     """
 
     def __init__(self, began: float | None) -> None:
@@ -212,8 +214,8 @@ this time a node that waited for an array raises an error, which names the array
 class Hub:
     """Runs the nodes of a step on one thread each, and passes arrays between them.
 
-    An array that was sent to a node stays here, on the node's device, until the node
-    receives it. Once a node has failed, every `receive` raises InterruptedError.
+    This object keeps an array that was sent to a node, on the node's device, until the
+    node receives it. Once a node has failed, every `receive` raises InterruptedError.
     """
 
     def __init__(self, devices: Mapping[int, Any]) -> None:
@@ -223,7 +225,7 @@ class Hub:
         self._failed: BaseException | None = None
 
     def exchange(self, node: int) -> Exchange:
-        """Returns the `Exchange` of a node."""
+        """Returns the object by which a node sends and receives arrays."""
         return _Port(self, node)
 
     def send(self, key: Key, array: Any, node: int) -> None:
@@ -239,7 +241,7 @@ class Hub:
 
         Raises:
             TimeoutError: the array was not sent before the deadline.
-            InterruptedError: the work of any node raised an error (see `all`).
+            InterruptedError: the work of any node has raised an error.
         """
         with self._changed:
             self._changed.wait_for(
@@ -265,7 +267,7 @@ class Hub:
 
         Raises:
             Exception: the error of the node that failed first.
-            TimeoutError: a node still computes `_GRACE_S` seconds or more after the
+            TimeoutError: a node still computes 5 seconds (`_GRACE_S`) or more after the
                 deadline.
         """
         found: dict[int, list[Span]] = {}
@@ -333,8 +335,7 @@ class StepTimeline:
 
     @property
     def wait_s(self) -> dict[int, float]:
-        """Seconds of the step in which each node ran no task, by node: `step_s` -
-        `busy_s`."""
+        """Seconds in which each node ran no task, by node: `step_s` - `busy_s`."""
         return {node: self.step_s - busy for node, busy in self.busy_s.items()}
 
     @property

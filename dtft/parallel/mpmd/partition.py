@@ -35,8 +35,11 @@ class Unit:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """Equations (`Unit`) that one node computes without waiting for other nodes in
-    between."""
+    """Equations (`Unit`) that a node computes without waiting in between.
+
+    The node waits for other nodes only before the first equation, until it has all
+    values that the segment reads.
+    """
 
     node: int
     units: tuple[Unit, ...]
@@ -70,8 +73,10 @@ class Cut:
     """The program before it was cut."""
 
     def program(self, segment: Segment) -> ClosedJaxpr:
-        """Makes the program of a segment: its arguments are the values that the segment
-        reads, its results the values that it writes."""
+        """Makes a segment's program, from the values it reads to those it writes.
+
+        The values are in the order of `segment.reads` and `segment.writes`.
+        """
         jaxpr = self.whole.replace(
             constvars=(),
             invars=[self.variables[number] for number in segment.reads],
@@ -86,10 +91,11 @@ def cut(
 ) -> Cut:
     """Cuts a program into segments, by the node that runs each operator.
 
-    A segment has equations that a node computes without waiting for others. Equations
-    are left out if the results do not depend on them. An equation that cannot be
-    divided (a loop, a function with a derivative rule) runs on the node whose operators
-    in the equation take the most seconds.
+    A segment has equations that a node computes without waiting for other nodes, once
+    the values that the segment reads have arrived. Equations are left out if the
+    results do not depend on them. An equation that cannot be divided (a loop, a
+    function with a derivative rule) runs on the node whose operators in the equation
+    take the most seconds.
 
     Args:
         program: a program from `dtft.planner.ir.traced`.
@@ -278,10 +284,11 @@ class _Cutting:
     def _groups(self) -> list[list[int]]:
         """Groups units (equations) into segments, in an order in which they can run.
 
-        A unit is ready when its inputs are computed. Each segment begins with a ready
-        unit, the one with the most changes of node after it (`_changes`). The segment
-        then takes all units of the same node that can run without waiting for other
-        nodes. Returns the indices of each segment's units.
+        A unit is ready when its inputs are computed. Each segment begins with the ready
+        unit whose number in `_changes` is largest, because the longest chain of work on
+        alternating nodes follows it. The segment then takes all units of the same node
+        that can run without waiting for other nodes. Returns for each segment the
+        indices of its units.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -311,10 +318,10 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """Returns, for each unit (equation), the most changes of node on a path.
+        """Counts for each unit (equation) the changes of node on the paths from it.
 
-        A path begins at the unit, and goes from each unit to a unit that reads one of
-        its results.
+        A path goes from each unit to a unit that reads one of its results. Returns for
+        each unit the largest number of changes on a path that begins at the unit.
         """
         found = [0] * len(self._units)
         for index in range(len(self._units) - 1, -1, -1):
@@ -485,8 +492,11 @@ def check_microbatches(placement: Placement, microbatches: int) -> None:
 
 
 def _words(placement: Placement, node: int) -> tuple[str, ...]:
-    """Returns the keys that a device table may have for a node: the node's name, type,
-    first part of the type, and platforms."""
+    """Returns the keys that a device table may have for a node.
+
+    They are the node's name, its type (`fpga-u280`), the first part of the type
+    (`fpga`), and its platforms.
+    """
     kind = placement.types[node]
     platforms = _platforms(placement, node)
     return (placement.nodes[node], kind, kind.split("-")[0], *platforms)

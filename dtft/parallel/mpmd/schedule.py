@@ -18,6 +18,10 @@ from jax.extend.core import ClosedJaxpr
 
 
 Phase = Literal["begin", "forward", "backward", "reduce", "finish", "update"]
+"""What a call does. `begin`: sends parameters, and sets sums of gradients to zero.
+`forward`, `backward`: computes a segment for a microbatch. `reduce`: only sends arrays.
+`finish`: computes gradients, or means of the loss's results. `update`: computes a
+segment of the optimizer's program."""
 
 Kind = Literal[
     "param",
@@ -34,11 +38,15 @@ Kind = Literal[
     "update",
     "result",
 ]
-"""Kinds of arrays. `state`: a leaf of the optimizer state. `value`: a value of the
-loss's program, including the batch. `update`: a value of the optimizer's program.
-`partial`: a cotangent to which other calls of the node add. `sum`: a gradient to which
-other microbatches add. `weight`: the weight of a microbatch. `total`: the sum of the
-weights. `result`: a result of the loss, as a mean over the microbatches."""
+"""Kinds of arrays. `param`: a parameter. `state`: a leaf of the optimizer state.
+`constant`: a constant of the loss's or the optimizer's program. `value`: a value of the
+loss's program, including the batch. `residual`: a value that a backward call needs from
+the forward call of its segment. `update`: a value of the optimizer's program.
+`cotangent`: one node's summand of a value's cotangent. `partial`: the same, while other
+calls of the node add to it. `sum`: a gradient to which other microbatches add.
+`gradient`: a parameter's gradient, as a mean over the microbatches. `weight`: the
+weight of a microbatch. `total`: the sum of the weights. `result`: a result of the loss,
+as a mean over the microbatches."""
 
 EACH = -1
 """Placeholder for the microbatch, in calls that are made for each microbatch."""
@@ -127,7 +135,10 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class NodeTransfer:
-    """The arrays of one kind that one node sends to another node in a step."""
+    """The number and bytes of the arrays that a node sends to another node in a step.
+
+    It counts only the arrays of one `kind` (`Key.kind`), such as `cotangent`.
+    """
 
     source: int
     destination: int
@@ -140,7 +151,11 @@ class NodeTransfer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Calls:
-    """All calls of a step, each a program on one node."""
+    """All calls of a step, each a program on one node.
+
+    Some are made once, before or after the microbatches, the others for each
+    microbatch.
+    """
 
     begin: tuple[NodeCall, ...] = ()
     """Calls made once, before the first microbatch."""
@@ -153,9 +168,11 @@ class Calls:
     """Map from an array's key to the array's bytes, for each array that is sent."""
 
     def then(self, more: "Calls") -> "Calls":
-        """Returns these calls, followed by the `end` calls of `more`.
+        """Returns these calls, with the calls `more.end` added at the end.
 
-        Also adds the `num_bytes` (bytes of each array that is sent) of `more`.
+        These are the calls of `more` that are made once, after the last microbatch.
+        Also adds the `num_bytes` (bytes of each array that is sent) of `more`; its
+        other calls are left out.
         """
         return replace(
             self,
@@ -166,7 +183,8 @@ class Calls:
     def transfers(self, num_microbatches: int) -> tuple[NodeTransfer, ...]:
         """Counts the arrays and bytes that a step sends.
 
-        The result has an entry for each pair of nodes and kind of array.
+        The result has an entry for each pair of nodes and each kind of array
+        (`Key.kind`), such as `cotangent`.
         """
         found: dict[tuple[int, int, Kind], list[int]] = {}
         for call in (*self.begin, *self.each, *self.end):
@@ -241,8 +259,11 @@ forward call. `order` uses this factor."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CallOrder:
-    """The tasks (calls, each for one microbatch) of a step in order, with expected
-    times."""
+    """The tasks of a step, in order for each node, and their expected starts.
+
+    A task is a call for one microbatch, or a call that is made once in a step. Forward
+    and backward tasks have an expected start, other tasks have none.
+    """
 
     by_node: Mapping[int, tuple[Task, ...]]
     """Map from a node to its tasks, in order."""
@@ -255,8 +276,8 @@ class CallOrder:
     def without(self, calls: Calls) -> "CallOrder":
         """Returns the order without the tasks of `calls.end`.
 
-        For example, without the calls of an optimizer's update a step only computes
-        gradients.
+        These calls are made once, after the last microbatch. For example, without the
+        calls of an optimizer's update a step only computes gradients.
         """
         return replace(
             self,
@@ -271,8 +292,9 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
     """Computes the order in which each node runs its tasks of a step.
 
     A task is a call for one microbatch, or a call that is made once. The order has no
-    deadlock, because the calls of a microbatch never wait for a newer microbatch. This
-    also holds at the limit of microbatches in flight (`_let_in`).
+    deadlock, because the calls of a microbatch never wait for a newer microbatch. The
+    number of microbatches between the forward and backward call of a segment is at most
+    the number of nodes that compute the segment and all later segments.
 
     Args:
         calls: the calls of a step.
@@ -295,7 +317,10 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
 
 
 class _Simulation:
-    """A simulation of all forward and backward tasks, which finds their order."""
+    """A simulation of all forward and backward tasks, which finds their order.
+
+    Of the calls that can start it always takes the one that can start first.
+    """
 
     def __init__(
         self, calls: Sequence[NodeCall], num_microbatches: int, seconds: Sequence[float]
@@ -365,10 +390,10 @@ class _Simulation:
         return found
 
     def _look(self, some: Iterable[int]) -> None:
-        """Updates the earliest start times of calls for their next microbatch.
+        """Recomputes when calls can start for their next microbatch.
 
         `some` has the indices of the calls. A call that cannot start yet, or has no
-        next microbatch, gets no start time, so `_first` does not consider it.
+        next microbatch, is removed from the calls that `_first` considers.
         """
         for index in some:
             ready = self._ready(index)
@@ -398,8 +423,9 @@ class _Simulation:
         """Returns the time when the call `index` can start for its next microbatch.
 
         The time is in seconds since the step began. Returns None if the call has no
-        next microbatch, or if an input, or the older microbatch that `_let_in` waits
-        for, is not yet scheduled.
+        next microbatch, or if a call for which it must wait is not yet scheduled. A
+        call waits for the calls that make its inputs; a forward call also waits for
+        calls of an older microbatch (see `_let_in`).
         """
         part = self._next[index]
         if part == self._parts:
@@ -413,11 +439,12 @@ class _Simulation:
         """Returns the time from which a segment may begin the microbatch `part`.
 
         The time is in seconds since the step began. `index` is the index of the
-        segment's forward call. The limit L is the segment's largest number of
-        microbatches in flight. For the first L microbatches the time is 0.0. A later
-        microbatch waits for the end of the segment's backward call for microbatch
-        `part` - L. If the segment has no backward call, it waits for the end of all
-        calls of that microbatch. Returns None if this end is not yet scheduled.
+        segment's forward call. At most L microbatches, the segment's limit by
+        `_most_in_flight`, may be between its forward and its backward call. For the
+        first L microbatches the time is 0.0. A later microbatch waits for the end of
+        the segment's backward call for microbatch `part` - L. If the segment has no
+        backward call, it waits for the end of all calls of that microbatch. Returns
+        None if this end is not yet scheduled.
         """
         gone = part - self._most[self._calls[index].segment]
         if gone < 0:

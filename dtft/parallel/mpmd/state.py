@@ -221,8 +221,8 @@ class PlacedFeed:
             Map from a node to its store, a dict from an array's name to the array.
 
         Raises:
-            ValueError: rows cannot be divided, or the weights of the microbatches are
-                not allowed (`part_weights`).
+            ValueError: rows cannot be divided, a weight of a microbatch is no scalar,
+                negative or not finite, or all weights are 0.
         """
         stores: dict[int, dict[Key, Any]] = {node: {} for node in self.devices}
         params = jax.tree.leaves(state["params"])

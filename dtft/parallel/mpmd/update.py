@@ -90,8 +90,10 @@ class _Colocated:
         return self if self._same is None else self._same.root()
 
     def join(self, other: "_Colocated") -> None:
-        """Joins this set with `other`; the union has the node of `other`, which may
-        still be unknown."""
+        """Joins this set with `other`; the union has the node of `other`.
+
+        That node may still be unknown.
+        """
         mine, its = self.root(), other.root()
         if mine is not its:
             mine._same = its
@@ -111,11 +113,11 @@ class _Where:
 
     @property
     def nodes(self) -> list[int]:
-        """The node of each operator of the program that `run` walked, in order."""
+        """The node of each operator of the program that `run` was given, in order."""
         return [self._node(place) for place in self._operators]
 
     def run(self, jaxpr: Jaxpr, homes: Sequence[int]) -> list[int]:
-        """Assigns the operators of the program `jaxpr` to nodes (see `nodes`).
+        """Assigns the operators of the program `jaxpr` to nodes, which `nodes` returns.
 
         Returns the node of each leaf of the optimizer state. `homes` has the node of
         each parameter, which is also the node of its gradient.
@@ -278,7 +280,10 @@ class _Making:
         )
 
     def _free(self, index: int, segment: Segment) -> list[int]:
-        """Returns which of a segment's inputs its node does not need later.
+        """Finds the inputs of a segment that its node does not need later.
+
+        The node needs an input later if a later segment of this node reads it, or if it
+        is a result or a constant of the whole program.
 
         Args:
             index: number of the segment.

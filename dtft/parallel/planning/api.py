@@ -82,17 +82,21 @@ class RunnablePlan(Plan):
         return cls.of(Plan.from_json(text))
 
     def to_json(self) -> str:
-        """Writes the plan, without `decision`, as versioned JSON; equal plans give
-        equal text."""
+        """Writes the plan, without `decision`, as JSON with the format's version.
+
+        Equal plans give equal text.
+        """
         return Plan(**_values(self)).to_json()
 
     def explain(self) -> str:
-        """Explains the plan as text: seconds and bytes by term (such as compute or
-        parameters), collectives, and alternatives.
+        """Explains the plan as text: its seconds, bytes, collectives and alternatives.
 
-        Also gives the cost of the pins (the settings that the user has fixed) and the
-        findings of `lints()`, unless the plan was read from a file. The first call, or
-        the first of `html()`, plans again without each pin; later calls plan nothing.
+        The seconds of a step are listed by cause (compute, collectives and so on), the
+        bytes by use (parameters, activations and so on). Unless the plan was read from
+        a file, the text also has the findings of `lints()`, and the seconds of a step
+        that each pin costs compared with the best plan without it. A pin is a setting
+        that the user has fixed. The first call, or the first of `html()`, plans again
+        without each pin; later calls plan nothing.
         """
         return wording.text(self.sections())
 
@@ -104,16 +108,19 @@ class RunnablePlan(Plan):
     def _planned_again(self) -> tuple[Section, ...]:
         """Report sections with the costs of the pins and the findings of `lints()`.
 
-        A pin is a setting that the user has fixed. () for a plan from a file. Computed
-        on the first use, because this plans again without each pin.
+        A pin is a setting that the user has fixed. Its cost is in seconds of a step,
+        compared with the best plan without the pin. Computed on the first use, because
+        this plans again without each pin. () for a plan from a file.
         """
         if self.decision is None:
             return ()
         return (*pin_section(self.decision), lint_section(self.lints()))
 
     def diff(self, other: Plan) -> str:
-        """Compares the plan with another plan: the differences, and their cost or
-        saving, as text.
+        """Compares the plan with another plan, as text.
+
+        The text lists the differences in settings and shardings, and how many seconds
+        and bytes they cost or save.
 
         Raises:
             ValueError: `other` is no plan.
@@ -122,9 +129,11 @@ class RunnablePlan(Plan):
         return diff(self, other)
 
     def why_not(self, **pins: Any) -> str:
-        """Explains as text what other settings, such as `tensor=8`, would cost.
+        """Compares, as text, with a plan that has other settings, such as `tensor=8`.
 
-        If no plan can have these settings, the text says why.
+        The other plan is the best one with these settings. The text compares seconds
+        and collectives; if that plan does not fit, bytes. If no plan can have the
+        settings, the text says why.
 
         Args:
             **pins: the settings, named as the `pins` of `dtft.plan`.
@@ -135,11 +144,11 @@ class RunnablePlan(Plan):
         return why_not(self._decision("why_not"), **pins)
 
     def sensitivity(self) -> str:
-        """Plans again for changed clusters; returns a table of the step times and best
-        plans as text.
+        """Plans again for changed clusters; returns a table of the results as text.
 
-        The changes are faster links, more memory, faster memory, a higher peak of
-        operations a second, and twice and half the number of hosts or devices.
+        For each change the table has the best plan and its step time. The changes are
+        faster links, more memory, faster memory, a higher peak of operations a second,
+        and twice and half the number of hosts or devices.
 
         Raises:
             ValueError: the plan was read from a file.
@@ -147,8 +156,10 @@ class RunnablePlan(Plan):
         return sensitivity(self._decision("sensitivity"))
 
     def lints(self) -> tuple[Lint, ...]:
-        """Finds sizes, arrays and batches for which a small change would save time or
-        memory.
+        """Finds small changes of the model or batch that would save time or memory.
+
+        Findings are, for example, sizes that do not suit the mesh axes, arrays that are
+        whole on every device, and batches near the given batch.
 
         Raises:
             ValueError: the plan was read from a file.
@@ -230,7 +241,7 @@ class RunnablePlan(Plan):
         return axis_rules(self.state, names, shapes)
 
     def jit(self, step: Step, devices: Sequence[Any] | None = None) -> PlannedStep:
-        """Jits a user's step with this plan, as `jit_plan` does.
+        """Jits a user's step with this plan's shardings and sharding constraints.
 
         Args:
             step: `(state, batch) -> (state, anything)`, the step that was planned.
@@ -382,8 +393,7 @@ def _cluster(cluster: Any) -> Cluster:
 
 
 def _of_this_job(cluster: Cluster) -> bool:
-    """Returns whether this job has several processes, and as many devices as the
-    cluster."""
+    """Whether the job has several processes, and as many devices as the cluster."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return False
     return cluster.num_devices == jax.device_count()
@@ -396,7 +406,9 @@ def _workload(given: dict[str, Any]) -> Workload:
     gets a note that names the traced function.
 
     Raises:
-        ValueError: an argument is not allowed (`entry_of`).
+        ValueError: an argument is missing, is one too many, or has a value that is not
+            allowed; or the step returns another state than it takes, or the loss no
+            scalar.
     """
     entry = entry_of(given)
     try:

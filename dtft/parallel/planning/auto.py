@@ -46,7 +46,8 @@ def asked_of(experiment: Experiment) -> PlannerInputs:
 
     Raises:
         ValueError: the optimizer communicates between replicas, which no plan
-            describes; or the model is not allowed (`functional`).
+            describes; or the model keeps arrays beside parameters and running
+            statistics.
     """
     if experiment.optim.reduces_itself:
         raise ValueError(
@@ -66,7 +67,7 @@ def asked_of(experiment: Experiment) -> PlannerInputs:
 
 
 def first_batch(experiment: Experiment) -> dict[str, np.ndarray]:
-    """The first rows of a config's data: a global batch, by the name of the array."""
+    """Returns the first global batch of a config's training data, by array name."""
     return _rows(experiment, experiment.data.global_batch)
 
 
@@ -93,9 +94,10 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
         devices: devices in mesh order.
 
     Raises:
-        ValueError: no plan fits, the planner does not know the device type, the devices
-            or the hosts are not all alike, the calibration is of other devices, or the
-            config cannot be planned (`asked_of`).
+        ValueError: no plan fits, the planner does not know the device type, devices are
+            of several types, hosts have different numbers of devices, the calibration
+            is of other devices, the optimizer communicates between replicas, or the
+            model keeps arrays beside parameters and running statistics.
     """
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:
@@ -107,8 +109,8 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
 def is_of(plan: Plan, experiment: Experiment) -> bool:
     """Returns whether a plan is for the model, optimizer and batch of a config.
 
-    Returns False also for a config that cannot be planned: `asked_of` or the tracing of
-    the step raises ValueError.
+    Returns False also for a config that cannot be planned, because of its model or
+    optimizer: its conversion or the tracing of its step raises ValueError.
     """
     try:
         return plan.model_hash == _workload(experiment).fingerprint

@@ -1,9 +1,10 @@
 """The calibration log: predicted and measured step times of planned runs.
 
 A run with a plan appends a line to `plan_times.jsonl` in its run directory: the
-predicted seconds by term, and the measured seconds of a step. It appends nothing if the
-plan was predicted for other devices. `dtft calibrate --runs` fits the planner's cost
-model to these lines (`dtft.planner.cost.learn`).
+predicted seconds of a step by cause (compute, collectives, optimizer and so on), and
+the measured seconds of a step. It appends nothing if the plan was predicted for other
+devices. `dtft calibrate --runs` fits the planner's cost model to these lines
+(`dtft.planner.cost.learn`).
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,9 @@ PLAN_TIMES_FILE = "plan_times.jsonl"
 def past_run(plan: Plan, mesh: Mesh, step_s: Sequence[float]) -> PastRun | None:
     """Makes a run's entry for the log of predicted and measured step times.
 
-    Returns None if the planner does not know the device type, or if the devices or the
-    hosts are not all alike.
+    Its predicted seconds are without the factors that were fitted to past runs. Returns
+    None if the planner does not know the device type, if devices are of several types,
+    or if hosts have different numbers of devices.
 
     Args:
         plan: the plan that was run.

@@ -46,8 +46,9 @@ class PlanChoice:
     """Number of devices of the run, some of which the plan may leave idle; 0 means the
     number that the plan uses."""
     here: str = ""
-    """Devices of the run in words (`Pool.fabric_words`); empty if the planner does not
-    know the device type, or if the devices or the hosts are not all alike."""
+    """Devices of the run in words, such as `2x8xh100 by NVLink and InfiniBand`; empty
+    if the planner does not know the device type, if devices are of several types, or if
+    hosts have different numbers of devices."""
 
     @property
     def is_predicted(self) -> bool:
@@ -56,8 +57,10 @@ class PlanChoice:
 
     @cached_property
     def items(self) -> dict[str, Any]:
-        """Checkpoint items that record the choice, without the plan's alternatives and
-        collectives."""
+        """Checkpoint items that record the choice: the request and the plan.
+
+        The plan is recorded without its alternatives and collectives.
+        """
         kept = replace(self.plan, alternatives=(), collectives=())
         known = {"asked": self.asked, "plan": json.loads(kept.to_json())}
         if self.num_devices > used(self.plan):
@@ -203,7 +206,8 @@ def _check_idle(plan: Plan, devices: Sequence[Any]) -> None:
     """Checks that a plan leaves no device idle in a job of several processes.
 
     Raises:
-        ConfigError: the plan leaves devices idle; the message has both numbers.
+        ConfigError: the plan leaves devices idle; the message has the number of devices
+            that the plan uses, and the number of all devices.
     """
     processes = {device.process_index for device in devices}
     if used(plan) < len(devices) and len(processes) > 1:
@@ -242,9 +246,9 @@ def _check_batch(plan: Plan, batch: int) -> None:
 def _words(devices: Sequence[Any]) -> str:
     """Describes the type, the number and the links of devices in words.
 
-    The text has the form of `Plan.predicted_for`, so both can be compared. Returns ""
-    if the planner does not know the device type, or if the devices or the hosts are not
-    all alike.
+    The text is written like `Plan.predicted_for`, so both can be compared. Returns ""
+    if the planner does not know the device type, if devices are of several types, or if
+    hosts have different numbers of devices.
     """
     try:
         return Cluster.from_devices(devices).uniform.fabric_words

@@ -361,10 +361,10 @@ class PlannedStep:
         return jax.jit(self._begin, out_shardings=self.state_shardings(start))(start)
 
     def place(self, state: State) -> State:
-        """Puts a state, such as a restored checkpoint, on the devices with the plan's
-        shardings.
+        """Puts a state on the devices, with the plan's shardings.
 
-        Leaves that already have the plan's sharding are shared with the result.
+        The state may be a restored checkpoint, for example. Leaves that already have
+        the plan's sharding are shared with the result.
 
         Raises:
             ValueError: a leaf does not fit the plan; the message names its path.
@@ -375,15 +375,21 @@ class PlannedStep:
         """Lowers the step, so that it can be compiled without being run.
 
         Args:
-            start: parameters or state as for `init`; arrays or ShapeDtypeStructs.
+            start: the parameters, or the whole state if the plan was made by
+                `dtft.plan(step=...)`; arrays or ShapeDtypeStructs.
             batch: arrays or ShapeDtypeStructs.
         """
         return self.trace(start, batch).lower()
 
     def trace(self, start: Any, batch: Any) -> jax.stages.Traced:
-        """Traces the step without lowering it; the arguments are as for `lower`.
+        """Traces the step without lowering it.
 
         The result can be lowered for a platform that this machine does not have.
+
+        Args:
+            start: the parameters, or the whole state if the plan was made by
+                `dtft.plan(step=...)`; arrays or ShapeDtypeStructs.
+            batch: arrays or ShapeDtypeStructs.
         """
         state, batch = self._abstract(start), jax.eval_shape(lambda it: it, batch)
         return self._jitted(state, batch).trace(state, batch)
@@ -440,7 +446,9 @@ def make_step(
     accumulated in their own dtype. With several microbatches, aux must consist of
     floating-point means over the batch.
 
-    Rematerialization: by block, see `dtft.planner.ir.remat`.
+    Rematerialization: the loss is cut into blocks, at points where few bytes pass from
+    one block to the next. The backward pass recomputes results inside a block, as the
+    plan's `remat` says.
 
     ZeRO: level 1 updates each parameter on the devices that hold its optimizer state.
     Level 2 also divides gradients in this way, but no gradient of a vector over `fsdp`.

@@ -159,7 +159,8 @@ def try_plans(
 
     Args:
         decision: the planner's selection, with all candidates.
-        given: the arguments of `dtft.plan`, as for `Runner`.
+        given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
+            `optimizer`, `params`, `batch`. ShapeDtypeStructs are replaced by arrays.
         num: how many of the best plans that fit are run. Fewer are run if dtft cannot
             run some of them.
 
@@ -197,12 +198,15 @@ def try_plans(
 
 
 _HELD = ("parameters", "optimizer", "batch")
-"""Terms of `Plan.memory` that a `Runner` also holds between its turns."""
+"""Keys of `Plan.memory` for the bytes that a `Runner` also holds between its turns."""
 
 
 def _fit_together(plans: Sequence[Plan]) -> bool:
-    """Whether the devices can hold the states and batches of all plans while any of the
-    plans runs a step."""
+    """Whether the devices can hold the states and batches of all plans at once.
+
+    The largest memory that any of the plans needs in addition while it runs is
+    included. All bytes are predictions of the plans.
+    """
     held = [sum(plan.memory.get(term, 0) for term in _HELD) for plan in plans]
     in_step = max(
         plan.memory_bytes - own for plan, own in zip(plans, held, strict=True)

@@ -43,7 +43,7 @@ SECONDS_EACH = 30.0
 """Seconds of the default deadline per plan: the compilations of `num` plans share `num`
 times these seconds."""
 RESERVE = 0.05
-"""Share of a device's memory that is left to the allocator and libraries."""
+"""Fraction of a device's memory that is left to the allocator and libraries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +55,10 @@ class Verified:
     compiled: Compiled | CompileFailure
     verdict: Verdict
     held_back: float = 0.0
-    """Memory that had to stay free when the plan was searched, as a share of the plan's
-    predicted bytes. 0 for the plans that are compiled first. For later plans it is the
-    largest share by which an earlier plan's compiled bytes exceeded its predicted
-    bytes."""
+    """Memory that had to stay free when the plan was searched, as a fraction of the
+    plan's predicted bytes. 0 for the plans that are compiled first. For later plans it
+    is the largest fraction by which an earlier plan's compiled bytes exceeded its
+    predicted bytes."""
 
     @property
     def needed_bytes(self) -> int | None:
@@ -74,8 +74,10 @@ class Verified:
 
     @property
     def predicted_bytes(self) -> int:
-        """Predicted bytes on each device, without the reserve for allocator and
-        libraries."""
+        """Predicted bytes on each device, without the bytes that must stay free.
+
+        These bytes (the plan's reserve) are for the allocator and libraries.
+        """
         plan = self.decision.plan
         return plan.memory_bytes - plan.memory.get("reserve", 0)
 
@@ -176,7 +178,7 @@ def candidate_of(
         plan: a plan for the arguments in `given`.
         given: the arguments of `dtft.plan`: `step`, `state`, `batch`; or `loss`,
             `optimizer`, `params`, `batch`. Arrays may be ShapeDtypeStructs.
-        target: `cpu`, or the GPU to compile for.
+        target: `cpu`, or the name of the GPU type to compile for.
         name: name of the plan in the results of compilation.
 
     Raises:
@@ -194,9 +196,10 @@ def candidate_of(
 
 
 def _excess(found: Sequence[Verified]) -> float:
-    """Returns the largest ratio of compiled to predicted bytes of a plan's memory.
+    """Returns the largest ratio of compiled to predicted bytes on a device.
 
-    Plans that failed to compile are left out. Returns 0.0 if all plans failed.
+    The largest over the plans in `found`; plans that failed to compile are left out.
+    Returns 0.0 if all plans failed.
     """
     ratios = [
         one.needed_bytes / one.predicted_bytes for one in found if one.needed_bytes
@@ -207,13 +210,13 @@ def _excess(found: Sequence[Verified]) -> float:
 def leaner(
     decision: Decision, found: Sequence[Verified], num: int
 ) -> tuple[Decision, ...]:
-    """Searches plans that need less memory, after compiled plans did not fit.
+    """Searches for plans that need less memory, after no compiled plan has fitted.
 
-    The search assumes smaller devices: their memory without the part for allocator and
-    libraries (`RESERVE`), divided by the largest ratio of compiled to predicted bytes.
-    So the new plans fit even if every program exceeds its prediction by this ratio. The
-    difference to the real memory is added to the reserve of the plans, the bytes that
-    must stay free.
+    The search is for devices with less memory: the real memory without the fraction
+    `RESERVE`, which allocator and libraries need, divided by the largest ratio of
+    compiled to predicted bytes. So the new plans fit the real devices even if a program
+    exceeds its prediction by this ratio. The difference to the real memory is added to
+    the reserve of the plans, the bytes that must stay free.
 
     Args:
         decision: the planner's selection, with all candidates, whose best plans were
@@ -278,8 +281,10 @@ def _with_capacity(one: Decision, original: Decision, capacity: int) -> Decision
 
 
 def target_of(decision: Decision) -> str:
-    """Returns the compilation target: the cluster's GPU if XLA can compile for it here,
-    else `cpu`."""
+    """Returns the target of the compilation: the name of a GPU type, or `cpu`.
+
+    It is the cluster's GPU type if XLA can compile for this type here.
+    """
     name = decision.cluster.uniform.device.name
     return name if name in GPU_TARGETS and is_gpu_compiler_installed() else "cpu"
 
@@ -333,8 +338,10 @@ def _unfit(found: Sequence[Verified]) -> str:
 
 
 def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
-    """Makes the report sections: memory of all compiled plans, and collectives of the
-    selected plan if one fits."""
+    """Makes the report sections: memory of all plans, collectives of the selected plan.
+
+    Without a plan that fits, the second section is left out.
+    """
     columns = ("mesh", "knobs", "compiled for", "predicted", "compiled", "verdict")
     chosen = next((one for one in found if one.verdict.fits), None)
     memory = Section(
@@ -347,12 +354,16 @@ def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
 
 
 def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
-    """Yields notes for the table of memory.
+    """Yields notes for the table of memory, none to three.
 
-    If all plans were compiled for CPU, a note says which bytes are compiled and which
-    predicted. If a better plan than `chosen` did not fit, the notes give the chosen
-    plan, its additional seconds per step, and the share of memory that was kept free
-    for it. `chosen` is None if no plan fits.
+    * Which bytes are compiled and which predicted, if all plans were compiled for CPU.
+    * How many better plans than `chosen` did not fit, and the additional seconds per
+      step of `chosen`; left out if there is no such plan.
+    * The largest fraction by which compiled bytes exceeded predicted bytes, if `chosen`
+      is from a search for plans that need less memory. The search kept this fraction
+      free.
+
+    `chosen` is None if no plan fits; then only the first note is possible.
     """
     compiled = [one for one in found if one.needed_bytes is not None]
     if compiled and not any(
@@ -397,8 +408,10 @@ def _row(one: Verified) -> tuple[str, ...]:
 
 
 def _collectives(one: Verified) -> Section:
-    """Makes a table of predicted and compiled bytes of collectives in a step, by kind
-    and axes."""
+    """Makes a table of the bytes of a step's collectives, as predicted and as compiled.
+
+    A row has all collectives of one kind, such as all-reduce, over the same axes.
+    """
     if not isinstance(one.compiled, Compiled):
         return Section(title="Verified: collectives", notes=("nothing was compiled",))
     rows = tuple(

@@ -30,7 +30,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes that the step needs while it runs."""
+        """Bytes that the step needs while it runs.
+
+        These are the arguments, the outputs that do not reuse their buffers, the
+        constants and the temporaries.
+        """
         return self.floor + self.temporaries
 
     @property
@@ -75,7 +79,7 @@ class CompileFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a plan fits the memory of a device, and the estimate that decides."""
+    """Whether a plan fits the memory of a device, with the bytes and the reason."""
 
     fits: bool
     needed_bytes: int
@@ -83,13 +87,16 @@ class Verdict:
     plan was not compiled, or could not be."""
     capacity_bytes: int
     reason: str
+    """The verdict in words, with the estimate that it comes from; or why the plan could
+    not be compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Bytes in a step of one kind of collective along the same mesh axes.
+    """Predicted and compiled bytes of collectives of one kind along the same axes.
 
-    Both the bytes that the plan predicts and the bytes found in the compiled program.
+    `predicted_bytes` are those of the plan, `found_bytes` those of the compiled
+    program; both are the bytes of all executions in a step.
     """
 
     kind: str
@@ -127,9 +134,10 @@ def gate(
     """Decides whether a plan fits: no estimate of its bytes may exceed the capacity.
 
     One estimate is the plan's own. If the plan was compiled, the other estimate is the
-    compiler's bytes plus `reserve`, without the arguments in host memory. For a program
-    compiled for CPU, these are the bytes of arguments and outputs only, because other
-    backends have other temporaries. A plan that failed to compile does not fit.
+    compiler's bytes without the arguments in host memory, plus the share `reserve` of
+    the capacity. For a program compiled for CPU, the compiler's bytes are those of
+    arguments and outputs only, because other backends have other temporaries. A plan
+    that failed to compile does not fit.
 
     Args:
         plan: the plan of the candidate, with its predicted bytes.
@@ -174,13 +182,15 @@ def gate(
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
     """Compares the predicted bytes of collectives with those of the compiled program.
 
-    Returns one entry for each kind of collective over the same mesh axes, the entry
-    with the most bytes first. Bytes are of all executions in a step. If the compiler
-    widened a dtype (such as 16 to 32 bits), the bytes are those before widening.
-    Where the compiler replaced an all-reduce by a reduce-scatter of the same operand,
-    or the reverse, the predicted bytes count for the replacement.
-    `Agreement.exceptions` lists such replacements, widened dtypes, and loops with an
-    unknown trip count.
+    Returns one entry for each kind of collective over the same mesh axes. The entry
+    with the most bytes, predicted or compiled, is first. Bytes are of all executions in
+    a step. If the compiler widened a dtype (such as 16 to 32 bits), the bytes are those
+    before widening.
+
+    The compiler may replace an all-reduce by a reduce-scatter, or the reverse. If the
+    program has fewer bytes of one of them than predicted, and more of the other,
+    predicted bytes are moved from the first to the second. `Agreement.exceptions` lists
+    such replacements, widened dtypes, and loops with an unknown trip count.
     """
     return agreements(plan.collectives, compiled)
 
@@ -190,9 +200,12 @@ def agreements(
 ) -> tuple[Agreement, ...]:
     """Compares predicted collectives with the collectives of a compiled program.
 
-    Returns one entry for each kind of collective over the same mesh axes, the entry
-    with the most bytes first. The predicted collectives need not be in a plan, unlike
-    those of `compare`.
+    `compare` calls this function with the collectives of a plan, and describes the
+    result: one entry for each kind of collective over the same mesh axes.
+
+    Args:
+        predicted: the predicted collectives, of a plan or not.
+        compiled: the compiled program.
     """
     wanted: Counter[_Key] = Counter()
     found: Counter[_Key] = Counter()
@@ -227,9 +240,12 @@ def _exchange(
 ) -> None:
     """Moves predicted bytes between all-reduce and reduce-scatter to match the program.
 
+    If the program has fewer bytes of one of both kinds than predicted, and more of the
+    other, moves as many bytes as the smaller of both differences.
+
     XLA's CPU backend has no reduce-scatter. XLA's GPU backend replaces an all-reduce by
     a reduce-scatter if only a part of the result is read. Both add up the same operand,
-    so the bytes are equal.
+    so the replacement has equal bytes.
 
     Args:
         wanted: predicted bytes by kind of collective and mesh axes; changed in place.

@@ -225,7 +225,11 @@ class _CompileQueue:
         self._give(most=2)
 
     def _give(self, most: int) -> None:
-        """Gives waiting candidates to children that have fewer than `most` of them."""
+        """Sends waiting candidates to children until each child has `most` candidates.
+
+        The candidate that has waited longest is sent first, to the child that has the
+        fewest candidates without a result.
+        """
         while self._held:
             lane = min(self._lanes, key=lambda lane: lane.num_waiting)
             if lane.num_waiting >= most:

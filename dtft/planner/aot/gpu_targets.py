@@ -1,11 +1,12 @@
 """Descriptions of GPUs for XLA's compiler, to compile on a machine without a GPU.
 
 The figures, except the memory of the H200, are from openxla/xla,
-`xla/backends/gpu/target_config/specs`. The compiler is in the packages of the extra
-`aot`. The packages are in this environment, or in its folder `aot`, where `make test`
-installs them. Packages in the environment itself have a drawback: the plugin prints a
-traceback in every JAX process that does not set JAX_PLATFORMS. A compiled program shows
-communication, memory and kernels, but no times.
+`xla/backends/gpu/target_config/specs`. The compiler is JAX's CUDA plugin, in the
+packages of the extra `aot`. The packages are installed in the Python environment, or
+in the environment's folder `aot` (by `make test`). A plugin in the environment itself
+prints a traceback in every JAX process that does not set JAX_PLATFORMS; a plugin in the
+folder does not. A compiled program shows communication, memory and kernels, but no
+times.
 """
 
 import importlib

@@ -52,6 +52,7 @@ class Operation:
     arrays: tuple[Array, ...]
     """The result; for a tuple, each array of the tuple."""
     operands: tuple[str, ...]
+    """Names of the operations of the same computation whose results it reads."""
     attributes: str
     """Text after the operands: device groups, called computations, metadata."""
 
@@ -92,6 +93,7 @@ class HloProgram:
 
     computations: Mapping[str, tuple[Operation, ...]]
     entry: str
+    """Name of the computation that runs the program."""
 
     @property
     def operations(self) -> tuple[Operation, ...]:
@@ -306,8 +308,9 @@ def _along_axes(axes: str, devices: str | None, chosen: str) -> Groups:
 def _part(text: str) -> tuple[str, int, int]:
     """Reads a part of a mesh axis, such as `'x':(2)4`, from the groups of a collective.
 
-    Returns the axis, the product of the sizes of the axis's earlier parts, and the size
-    of the part. The last two are 1 and 0 if the text names a whole axis.
+    XLA may divide an axis into parts. In `'x':(2)4`, a part of axis x has size 4, and
+    the sizes of the parts before it have the product 2. Returns the axis, this product
+    and the size; for a whole axis, such as `'x'`, the product is 1 and the size 0.
 
     Raises:
         ValueError: the text is neither an axis nor a part of one.
@@ -356,7 +359,10 @@ _RUN_IN_PLACE = ("call", "fusion", "async", "while", "conditional")
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledCollective(Collective):
-    """A collective of a compiled program. `where` is the `Operation.source`."""
+    """A collective of a compiled program.
+
+    `where` is JAX's name of its origin in the user's program (`Operation.source`).
+    """
 
     dtype: str
     """XLA's name of the first operand's type."""

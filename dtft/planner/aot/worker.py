@@ -45,7 +45,8 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+)(.*)$", re.MULTILINE)
 def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
     """Compiles in a fork of this process, and kills the fork once buffers are assigned.
 
-    XLA has then written the program and its memory; machine code is not needed.
+    XLA has then written the program's text and its buffer assignment to files. The
+    machine code, which XLA would generate next, is not needed.
 
     This process must not have a client of XLA with threads, such as the client of CPU
     devices, because a fork does not have the threads of its parent.
@@ -222,8 +223,9 @@ def _listen(
 
 
 def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
-    """Returns a function that makes the devices to compile for, and '' or an error.
+    """Returns a function that makes the devices to compile for, and an error text.
 
+    The text is '' if the devices can be made; otherwise the function returns [].
     Fake GPUs are made once. CPU devices have threads, so each fork makes new ones.
     """
     import jax

@@ -73,12 +73,12 @@ _T = 1e12
 
 
 def _efficiency(name: str, peak: float) -> Efficiency:
-    """Returns the efficiency of a GPU.
+    """Returns the efficiency of a GPU: that of the A100, but for `e0` and `mma_sync`.
 
-    e0 is the share of the peak that large matmuls reach. It is the e0 of the A100,
-    times the ratio of two shares: the share of the peak that published matmuls reach on
-    the GPU, and on the A100. A GPU without a published matmul speed has the e0 of the
-    A100.
+    `e0` is the share of the peak that large matmuls reach. The `e0` of the A100 is
+    multiplied by a ratio: the share of its peak that the GPU reaches in published
+    matmuls, divided by the share that the A100 reaches. Without a published matmul
+    speed of the GPU, the ratio is 1.
 
     Args:
         name: name in the catalog.
@@ -378,12 +378,13 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("MI355X", "mi355x"),
 )  # fmt: skip
 """Pairs of text in JAX's `device_kind` and a device type; the first pair whose text
-occurs counts. The number in the kinds of the GH200 is the memory of its CPU; both kinds
-have 96 GB on the GPU."""
+occurs counts. The number in the texts of the GH200 is the memory of its CPU; the GPU
+has 96 GB with both texts."""
 
 _SLOWER = re.compile(r"laptop|max-q|[45]090 d\b", re.IGNORECASE)
 """Text in the `device_kind` of slower variants, such as laptop GPUs. The catalog lacks
-these variants, although their kinds contain the name of a faster device in `KINDS`."""
+these variants, although their `device_kind` contains the text of a faster device in
+`KINDS`."""
 
 
 # Links. Bandwidths are for one direction. Published measurements of large collectives
@@ -562,9 +563,9 @@ GIB = 2**30
 class Machine:
     """A kind of host, such as a DGX H100, or a kind of TPU pod; with its links.
 
-    `device` is the name of its device type in the catalog. `inside` (between devices of
-    a host), `outside` (between hosts), `host_link` (from a device to host memory) and
-    `on_chip` (between devices of a chip) are names of links in the catalog.
+    Device type and links are given by their names in the catalog: `device`, and the
+    links `inside` a host, `outside` (between hosts), `host_link` (to host memory) and
+    `on_chip` (between the devices of a chip).
     """
 
     device: str
@@ -573,7 +574,7 @@ class Machine:
     inside: str
     """Link between the devices of a host; in a torus, the link along each dimension."""
     outside: str
-    """Link between hosts; for a torus, the link between slices."""
+    """Link between hosts; for a torus, the link between TPU slices."""
     host_link: str
     """Link from a device to host memory; empty if the device uses the host's memory, or
     if its speed is unknown. The planner then keeps all arrays on the device."""
@@ -582,13 +583,14 @@ class Machine:
     torus_dims: int = 0
     """The number of torus dimensions; 0 for hosts in a network."""
     ring: int = 0
-    """A torus dimension is a closed ring if its size is a multiple of this number."""
+    """A torus dimension is a closed ring if its size is a multiple of this number; 0
+    for hosts in a network."""
     pod: int = 0
-    """The number of devices of the largest torus."""
+    """The number of devices of the largest torus; 0 for hosts in a network."""
     per_chip: int = 1
     """The number of devices of one chip of a torus."""
     on_chip: str = ""
-    """Link between the devices of a chip, if a chip has several."""
+    """Link between the devices of a chip; '' if a chip has one device."""
     source: str
 
 
@@ -791,7 +793,7 @@ def link(name: str) -> Link:
 
 
 def torus_link(of: Machine, size: int) -> Link:
-    """Returns the link along a torus dimension of `size` devices in machine `of`.
+    """Returns the link along a dimension of `size` devices in the torus of a machine.
 
     The dimension is a closed ring if `size` is a multiple of `of.ring`. Otherwise the
     link has half the bandwidth, because the devices at both ends of the dimension send
@@ -843,9 +845,9 @@ def unknown(
 
     The message lists the known names, and suggests one of the names `near`: the longest
     that begins the unknown name, else those that end with it, else the most similar
-    one. For a word such as `tpu`, it suggests all devices that it stands
-    for. If the unknown name tells its platform, such as `cuda`, names of
-    another platform are not suggested.
+    one. If the unknown name is a word for many devices, such as `tpu`, the message
+    suggests all of these devices. If the unknown name tells its platform, such as
+    `cuda`, names of another platform are not suggested.
 
     Args:
         what: what the name is of, such as `link`.

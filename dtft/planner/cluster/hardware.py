@@ -19,13 +19,17 @@ INTERVAL_SHARE = 0.8
 UNCALIBRATED: Mapping[str, float] = {"compute": 0.205, "collectives": 0.41}
 """Relative errors of predictions with the catalog's figures (level 0), by term of a
 prediction; all terms but `collectives` have the error of `compute`. Derived, like
-`CARRIED_OVER`, from the rows of published tables that no fit saw
+`CARRIED_OVER`, from the rows of published tables that were not used to fit constants
 (`experiments/public_measurements.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Origin, relative errors and correction factors of a prediction's figures."""
+    """Relative errors of predicted step times, and factors fitted to past runs.
+
+    A step time is predicted as a sum. A term is a part of this sum, such as the seconds
+    of `compute` or of `collectives` (`Prediction.terms`).
+    """
 
     source: str = "catalog (uncalibrated)"
     """Origin of the figures, in one line."""
@@ -52,10 +56,11 @@ class Accuracy:
         return self.scales.get(term, 1.0)
 
     def interval_s(self, terms: Mapping[str, float]) -> tuple[float, float]:
-        """Computes an interval of a step's time from the errors of its terms.
+        """Computes the prediction interval of a step's time from the terms' errors.
 
         The error of `collectives` and that of all other terms together are assumed to
-        be independent of each other.
+        be independent, so the root of the sum of their squares is the width of the
+        interval above the prediction. The width below is `below` times that width.
 
         Args:
             terms: predicted seconds by term, such as `compute`.
@@ -64,8 +69,8 @@ class Accuracy:
             The lower end, at least 0, and the upper end, in seconds.
 
         In the example, the step takes 4 s. The errors are 0.75 s and 0.5 s: together
-        0.9 s, the root of the sum of their squares. The upper end is 0.9 s above 4 s,
-        the lower end half as far below (`below`).
+        0.9 s. The upper end is 0.9 s above 4 s. `below` is 0.5, so the lower end is
+        0.45 s below 4 s.
 
         >>> known = Accuracy(errors={"compute": 0.25, "collectives": 0.5}, below=0.5)
         >>> low, high = known.interval_s({"compute": 3.0, "collectives": 1.0})
@@ -104,13 +109,14 @@ class Efficiency:
 
     The catalog has typical values; calibration fits most of them to measured times. A
     matmul of x rows that fills all tiles and cores reaches the share e0 x / (x + x0) of
-    the peak. `cost.matmul_s` has the formula for other sizes.
+    the peak: half of `e0` if it has `x0` rows. `cost.matmul_s` has the formula for
+    other sizes.
     """
 
     e0: float = 0.75
     """Share of the peak that large matmuls reach."""
     x0: float = 0.0
-    """Rows at which a matmul reaches half of the share `e0`."""
+    """The number of rows with which a matmul reaches half of the share `e0`."""
     mma_sync: float = 1.0
     """Speed of kernels that multiply with `mma.sync`, the instruction of Ampere GPUs,
     relative to large matmuls; for example, FlashAttention 1 and 2. GPUs since Hopper
@@ -144,8 +150,9 @@ class Efficiency:
     """Seconds of one operation of `select_and_scatter_add`, the backward pass of max
     pooling; if 0, `simple_s` takes its place."""
     fuse: float = 0.5
-    """Share of the bytes of unfused element-wise operators that remains after fusion,
-    on CPU. On other devices the kernels are counted (`planner.ir.fusion`)."""
+    """On CPU: the bytes of element-wise operators after fusion, as a share of their
+    bytes without fusion. Without effect on other devices, for which the planner counts
+    the bytes of each fused kernel (`planner.ir.fusion`)."""
     launch_s: float = 5e-6
     """Seconds to launch one operator."""
     dispatch_s: float = 0.0
@@ -153,7 +160,7 @@ class Efficiency:
     misaligned: float = 1.0
     """Speed of a matmul with unaligned rows, relative to a matmul with aligned rows."""
     overlap_kappa: float = 1.1
-    """Factor on the time of computation that runs beside a collective."""
+    """Factor on the time of computation that runs during a collective."""
     overlap_fraction: float = 1.0
     """Share of the computation that collectives can overlap; 0 means no overlap."""
 
@@ -177,12 +184,16 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductRate:
-    """How fast a device computes products (matmuls, convolutions) of a dtype."""
+    """Peak FLOP/s of matmuls and convolutions of a dtype, and where it comes from.
+
+    The peak is an entry of `DeviceType.peak_flops`, divided by the number of passes.
+    """
 
     flops: float
     """Peak FLOP/s of the product."""
     wanted: str
-    """The dtype that the product is computed in (`DeviceType.computed_in`)."""
+    """The dtype that the product is computed in, such as `tensorfloat32` for operands
+    of float32; `DeviceType.computed_in` finds it."""
     priced_as: str
     """The dtype in `DeviceType.peak_flops` whose peak is used."""
     listed: bool
@@ -213,9 +224,10 @@ class DeviceType:
     `Efficiency.misaligned`."""
     efficiency: Efficiency = field(default_factory=Efficiency)
     kernels: frozenset[str] | None = None
-    """Operators with kernels: kinds (`OperatorKind`), primitives, or words such as
-    `dense` (`dtft.placement.kernels.CLASSES`). None means all operators, and on the
-    platform `other` no operators."""
+    """Names of the operators that the device can run: names of primitives, of kinds
+    (`planner.ir.OperatorKind`), or words such as `dense`, for which
+    `dtft.placement.kernels.CLASSES` lists the operators. None means all operators; on
+    the platform `other`, no operators."""
     source: str
 
     def __post_init__(self) -> None:
@@ -237,15 +249,15 @@ class DeviceType:
             )
 
     def peak(self, dtype: str, precision: str = "") -> float:
-        """Returns the peak FLOP/s of matmuls and convolutions of a dtype (from `rate`).
+        """Returns the peak FLOP/s of matmuls and convolutions of a dtype.
 
         For a dtype without a listed peak, this is the peak of a listed dtype; in the
         example, of float32 for bfloat16.
 
         Args:
             dtype: dtype of the operands.
-            precision: JAX's precision of the product (`Operator.precision`); '' for the
-                default.
+            precision: JAX's precision of the product: `high`, `highest` or the name of
+                a `jax.lax.DotAlgorithmPreset`; '' for the default.
 
         >>> peaks = {"float16": 125.0, "float32": 15.7}
         >>> device = DeviceType(name="d", platform="cuda", memory_bytes=1,
@@ -258,16 +270,17 @@ class DeviceType:
     def rate(self, dtype: str, precision: str = "") -> ProductRate:
         """Looks up the peak of matmuls and convolutions of a dtype.
 
-        The peak is that of the dtype that `computed_in` returns, divided by the number
-        of passes; all formats of float8 share one peak, and so do those of float4. If
-        `peak_flops` lacks this dtype, the first listed dtype in `_SUBSTITUTES` is used:
-        XLA computes in it, or it is no faster. If none of these is listed, the slowest
-        listed peak is used.
+        `computed_in` finds the dtype in which the operands are multiplied, and the
+        number of passes. The result is the peak of this dtype in `peak_flops`, divided
+        by the number of passes. All formats of float8 share one peak, and so do those
+        of float4. If `peak_flops` lacks the dtype, its substitutes (`_SUBSTITUTES`) are
+        looked up in turn: dtypes in which XLA computes instead, or that are no faster.
+        If these are missing too, the lowest peak in `peak_flops` is used.
 
         Args:
             dtype: dtype of the operands.
-            precision: JAX's precision of the product (`Operator.precision`); '' for the
-                default.
+            precision: JAX's precision of the product: `high`, `highest` or the name of
+                a `jax.lax.DotAlgorithmPreset`; '' for the default.
         """
         if (known := self._rates.get((dtype, precision))) is None:
             known = self._rates[dtype, precision] = self._rate(dtype, precision)
@@ -319,7 +332,7 @@ class DeviceType:
         """Returns the dtype that a matmul is computed in, and the number of passes.
 
         `dtype` is that of the operands, and each pass is a matmul of the returned
-        dtype. Convolutions are computed alike. JAX's levels of `precision` matter for
+        dtype. The same holds for convolutions. JAX's levels of `precision` matter for
         float32 only (`jax.lax.Precision`). On a GPU with TensorFloat-32, all levels but
         `highest` use TensorFloat-32. On TPU, `high` takes 3 and `highest` 6 passes in
         bfloat16. The default level on TPU is returned as one pass in float32, because
@@ -521,6 +534,8 @@ class Link:
 
     def hidden(self, num_devices: float) -> float:
         """Returns the share (0 to 1) of a gather's seconds that computation hides.
+
+        It holds for gathers that wait for no computation.
 
         Interpolated from `ahead` (shares by number of devices) by the logarithm of the
         number of devices. Outside the range of `ahead`, its nearest entry counts. 0 for

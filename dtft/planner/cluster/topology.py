@@ -216,7 +216,8 @@ class Cluster:
         Args:
             devices: devices of one type, equally many on every host.
             host_memory_bytes: memory of one host in bytes; by default the memory of
-                this machine.
+                this machine. On CPU all processes are taken to share it, because they
+                usually run on one machine.
 
         Raises:
             ValueError: there is no device, the devices or hosts differ, or the catalog
@@ -264,7 +265,8 @@ _POOL = re.compile(r"((?:\d+x)*)(?!(?:\d+x)+$)(\S.*)", re.IGNORECASE)
 def parse_shorthand(text: str) -> Cluster:
     """Reads a cluster from a shorthand, such as `64x8xH100` (64 hosts of 8 devices).
 
-    Several pools are joined by `+`. `Cluster.parse` lists all forms of shorthands.
+    `+` separates pools. The slowest of the pools' links between hosts then joins the
+    pools. `Cluster.parse` lists all forms of shorthands.
 
     Raises:
         ValueError: the shorthand has an unknown device type or machine, or sizes that
@@ -317,7 +319,8 @@ def parse_pool(text: str) -> Pool:
 
 _FORM = "[HOSTSx][DEVICESx]NAME, such as 64x8xH100"
 _NUMBER = re.compile(r"(?:\d+x)*([-+]?\d*\.?\d+)x", re.IGNORECASE)
-"""The start of a pool; group 1 is the last number before an `x`, whole or not."""
+"""Matches the sizes at the start of a pool's shorthand; group 1 is the last number
+before an `x`, whole or not."""
 
 
 def _split(text: str) -> tuple[list[int], str]:
@@ -379,8 +382,8 @@ def _hosts(
         of_hosts: whether a lone number counts hosts; otherwise it counts devices.
 
     Raises:
-        ValueError: there are more than two sizes, or a lone number of devices is above
-            the number of a host in the catalog and no multiple of it.
+        ValueError: there are more than two sizes, or a lone number of devices does not
+            fill hosts of the catalog's size.
     """
     if len(sizes) > 2:
         raise ValueError(
@@ -431,10 +434,10 @@ def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
     """Builds a level for each torus dimension, and a level of slices on the network.
 
     `text` is the shorthand, `sizes` has its sizes, and `found` is the machine that it
-    names. The smallest dimension is innermost, as the coordinates of Google's slices
-    have ascending sizes and the first coordinate varies fastest. Leaves out levels of
-    size 1. If a chip has several devices, the devices of a chip are the innermost
-    level.
+    names. Slices are TPU slices, each a torus. The smallest dimension is innermost, as
+    the coordinates of Google's slices have ascending sizes and the first coordinate
+    varies fastest. Leaves out levels of size 1. If a chip has several devices, the
+    devices of a chip are the innermost level.
 
     Raises:
         ValueError: the sizes do not fit the machine.
@@ -827,7 +830,8 @@ def cluster_of(devices: Sequence[Any], host_memory_bytes: int | None = None) -> 
     Args:
         devices: devices of one type, equally many on every host.
         host_memory_bytes: memory of one host in bytes; by default the memory of this
-            machine.
+            machine. On CPU all processes are taken to share it, because they usually
+            run on one machine.
 
     Raises:
         ValueError: there is no device, the devices or hosts differ, or the catalog

@@ -27,7 +27,7 @@ from dtft.planner.cost.fitting import CalibrationFit, fit
 
 SCHEMA = 1
 LEFT_OUT = "runs left out"
-"""Key of `Calibration.residuals` for the error on runs that the fit did not see:
+"""Key of `Calibration.residuals` for the error on runs that were left out of the fit:
 `INTERVAL_SHARE` of past runs are predicted within this relative error by factors fitted
 to the other runs."""
 HELD_BY_MEDIAN = 1.9
@@ -40,7 +40,8 @@ class Calibration:
     """Measurements of `dtft calibrate` for one device type in one fabric.
 
     A calibration is valid only for its own cluster: fitted figures that rank plans well
-    on one cluster may rank plans badly on another.
+    on one cluster may rank plans badly on another. A term, such as `compute`, is a part
+    of the sum that predicts a step's time (`Prediction.terms`).
     """
 
     device: str
@@ -61,7 +62,7 @@ class Calibration:
     error."""
     residuals: Mapping[str, float] = field(default_factory=dict)
     """Map from the name of a fit (`matmul`, `memory`, ...) to its median relative
-    error."""
+    error. Also has the key `LEFT_OUT`, if there are past runs."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """Level 2: map from a term of a prediction, such as `compute`, to its factor fitted
     to past runs."""
@@ -87,16 +88,17 @@ class Calibration:
     def term_errors(self) -> Mapping[str, float]:
         """Relative errors of the terms `compute` and `collectives` (`Accuracy.errors`).
 
-        With past runs, both errors are `residuals[LEFT_OUT]`, the error on runs that
-        the fit did not see; in files without it, `HELD_BY_MEDIAN` times the median
-        error of the fit to all runs.
+        With past runs, both errors are `residuals[LEFT_OUT]`: 80 % of the runs that
+        were left out of the fit are predicted within this error. In files without it,
+        they are `HELD_BY_MEDIAN` times the median error of the fit to all runs.
 
-        Without past runs, each error is the root of the sum of two squares. One is the
-        error of the fits: for `compute` it comes from the larger residual of `matmul`
-        and `memory`, for `collectives` from the largest residual of the fits of
-        collectives. The other is the error for a new program on known devices
-        (`CARRIED_OVER`). If matmuls or collectives were not fitted, the error of the
-        term is that of the catalog's figures (`UNCALIBRATED`).
+        Without past runs, each error combines two errors (the root of the sum of their
+        squares). The first is `HELD_BY_MEDIAN` times the median error of a fit: for
+        `compute` of the matmuls or the memory, for `collectives` of a kind of
+        collective, whichever is largest. The second is the error for a new program on
+        known devices (`CARRIED_OVER`). If matmuls were not fitted, the error of
+        `compute` is that of the catalog's figures (`UNCALIBRATED`); the same holds for
+        `collectives`.
         """
         residuals = self.residuals
         if self.num_runs:
@@ -117,11 +119,12 @@ class Calibration:
 
     @property
     def below(self) -> float:
-        """How wide the prediction interval is below a prediction, relative to above.
+        """Width of the prediction interval below a prediction, divided by that above.
 
-        This is `Accuracy.below`. It is 1 with past runs. Without past runs, it combines
-        two errors: the error of the fits is equally large on both sides, and the error
-        for a new program (`CARRIED_OVER`) lies mostly above the prediction.
+        It is `Accuracy.below`, computed from the error of `compute`. It is 1 with past
+        runs. Without past runs it is below 1: the error of the fits is as wide below
+        the prediction as above, but the error for a new program (`CARRIED_OVER`) lies
+        mostly above it.
         """
         if self.num_runs:
             return 1.0
@@ -198,8 +201,9 @@ def link_key(link: Link) -> str:
 def apply_calibration(cluster: Cluster, calibration: Calibration) -> Cluster:
     """Returns the cluster with measured figures in place of the catalog's figures.
 
-    A pool of another device type stays unchanged. So does a link that was not measured.
-    The link between pools (`Cluster.between`) is replaced like a pool's own links.
+    Pools of the calibration's device type get its figures of devices and links. A pool
+    of another device type stays unchanged. So does a link that was not measured. The
+    link between pools (`Cluster.between`) is replaced like a pool's own links.
 
     Raises:
         ValueError: no pool of the cluster has the device type; or the calibration and
@@ -271,7 +275,10 @@ SPREAD = 0.3
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """One training run: the predicted seconds of a step, and the measured seconds."""
+    """One training run: the predicted seconds of a step, and the measured seconds.
+
+    `device`, `fabric` and `software` have the form of the fields of `Calibration`.
+    """
 
     device: str
     fabric: tuple[str, ...]
@@ -279,7 +286,7 @@ class PastRun:
     plan: str
     """Hash of the plan, or its description."""
     terms: Mapping[str, float]
-    """Predicted seconds by term, without `Calibration.scales`."""
+    """Predicted seconds by term (`Prediction.terms`), without `Calibration.scales`."""
     step_s: float
     """Measured seconds of a step, the median of the run."""
 
@@ -317,8 +324,9 @@ def of_cluster(runs: Iterable[PastRun], calibration: Calibration) -> list[PastRu
 def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
     """Fits one factor per term of predictions, such as `compute`, to measured steps.
 
-    A term that is 0 s in all runs keeps the factor 1. A term that no run has gets no
-    factor. The fewer the runs, the nearer the factors are to 1.
+    A term is a part of the sum that predicts a step's time (`PastRun.terms`). A term
+    that is 0 s in all runs keeps the factor 1. A term that no run has gets no factor.
+    The fewer the runs, the nearer the factors are to 1.
 
     Raises:
         ValueError: `runs` is empty, or a measured step time is not above 0.
@@ -368,7 +376,8 @@ def left_out_error(runs: Sequence[PastRun]) -> float:
 def learn(calibration: Calibration, runs: Iterable[PastRun]) -> Calibration:
     """Adds factors fitted to past runs, one per term of predictions (level 2).
 
-    Only runs with the calibration's device type, fabric and software count. Returns the
+    A term, such as `compute`, is a part of the sum that predicts a step's time. Only
+    runs with the calibration's device type, fabric and software count. Returns the
     calibration unchanged if there are none.
 
     Raises:

@@ -124,13 +124,15 @@ def links_at_peak_s(
 ) -> tuple[float, ...]:
     """Computes the seconds that one collective keeps the links of each level busy.
 
-    Each level counts alone, at its peak: without latency, and with the bandwidth that
-    large messages reach. Gathers and reductions send level by level: if the levels
-    below join n devices, each of the n devices sends 1 / n of the bytes. In gathers and
-    reductions on a torus, all dimensions are busy for equally many seconds. An
-    all-to-all sends through a level only the bytes for other parts of the level (a part
-    is the devices that the level below joins). No algorithm of `collective_s` takes
-    fewer seconds than any of the levels.
+    The seconds are those at the links' peak: without latency, and with the bandwidth
+    that large messages reach. No algorithm of `collective_s` takes fewer seconds than
+    any of the levels. A part of a level is the devices that the level below joins.
+
+    * Gathers and reductions send level by level: if a part has n devices, each of them
+      sends 1 / n of the bytes. On a torus, all dimensions are busy for equally many
+      seconds.
+    * An all-to-all sends through a level only the bytes for other parts.
+    * In a permute, one device of each part sends all its bytes to another part.
 
     Args:
         kind: the kind of collective.
@@ -197,12 +199,15 @@ class _Hop:
     def seconds(self, num_bytes: Any, senders: float = 1.0, alone: bool = False) -> Any:
         """Computes the seconds to send bytes through the ports of the sending devices.
 
+        Latency is left out. A part is the devices that the level below joins.
+
         Args:
-            num_bytes: bytes that all senders of a part (the devices that the level
-                below joins) send together.
-            senders: the number of sending devices of each part.
-            alone: whether only the sender uses a port that it shares with other devices
-                of its part.
+            num_bytes: bytes that all senders of a part send together.
+            senders: the number of devices of each part that send; each sends an equal
+                share of the bytes.
+            alone: whether one device of each part sends, so that it shares its port
+                with devices of other parts only. Otherwise all devices that share the
+                port send at once.
         """
         sharing = self.link.shared_by
         if alone:
@@ -241,9 +246,9 @@ def _most(times: list[Any]) -> Any:
 def _slowest(num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds to send bytes through all levels at once.
 
-    The result is the seconds of the slowest level. Each part of a level (the devices
-    that the level below joins) sends `num_bytes`, of which each of its devices sends an
-    equal share.
+    The result is the seconds of the slowest level, without latency. A part of a level
+    is the devices that the level below joins. On each level, each part sends
+    `num_bytes`, and each device of the part sends an equal share of them.
     """
     return _most([hop.seconds(num_bytes, hop.inner) for hop in hops])
 
@@ -267,9 +272,9 @@ def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds to gather arrays on one device and to broadcast their sum.
 
     The formula is 2 alpha + 2 n S / B, where each of n devices has S bytes
-    (`num_bytes`). Alpha is the latency, and B is the bandwidth of the port of the
-    device that gathers. Each level passes the bytes of the devices that it and the
-    levels below join; the slowest level counts.
+    (`num_bytes`). Alpha is the largest latency of the levels. B is the bandwidth of the
+    port of the device that gathers. On each level, n is the number of devices that this
+    level and the levels below join. The level that takes longest counts.
     """
     sent = [
         np.round(hop.size * hop.inner) * hop.seconds(num_bytes, alone=True)
@@ -281,10 +286,12 @@ def _gather(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds if devices communicate level by level, innermost first.
 
-    If the levels below a level join n devices, each of the n devices sends 1 / n of the
-    bytes on this level. On a torus each dimension is a level. The array is then split
-    into as many parts as dimensions. All parts are sent at once, and each part starts
-    with another dimension.
+    The result is the sum over the levels. If the levels below a level join n devices,
+    each of the n devices sends 1 / n of the bytes on this level.
+
+    On a torus each dimension is a level. The array is split into as many pieces as
+    there are dimensions. All pieces are sent at once, each along another dimension
+    first.
     """
     seconds: Any = 0.0
     for hop in hops:
@@ -295,8 +302,11 @@ def _hierarchical(kind: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _paths(hops: _Hops) -> int:
-    """Returns the number of parts of an array that are sent at once: on a torus one for
-    each dimension, on other fabrics 1."""
+    """Returns the number of pieces of an array that are sent along levels at once.
+
+    This is the number of dimensions on a torus (ICI), where each piece is sent along
+    another dimension, and 1 on other fabrics.
+    """
     return len(hops) if all(hop.link.kind == "ICI" for hop in hops) else 1
 
 
@@ -320,9 +330,10 @@ def _direct(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 
 
 def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
-    """Computes the seconds of an all-to-all level by level.
+    """Computes the seconds of an all-to-all on one level after the other.
 
-    It has fewer messages than `_direct`, but more bytes.
+    On a level that joins n parts, each device sends (n - 1) / n of its bytes, in n - 1
+    messages. All levels together have fewer messages than `_direct`, but more bytes.
     """
     seconds: Any = 0.0
     for hop in hops:
@@ -334,8 +345,9 @@ def _staged(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
 def _shift(_: CollectiveKind, num_bytes: Any, hops: _Hops) -> Any:
     """Computes the seconds of a shift: each device sends to the next device.
 
-    One device of each part of a level (the devices that the level below joins) sends to
-    another part.
+    A part of a level is the devices that the level below joins. On each level, one
+    device of each part sends all its bytes to the next part. The level that takes
+    longest counts.
     """
     return _most(
         [hop.curve.latency_s + hop.seconds(num_bytes, alone=True) for hop in hops]
@@ -353,7 +365,8 @@ _WAYS: Mapping[CollectiveKind, Mapping[str, _Way]] = {
     "all_to_all": {"direct": _direct, "hierarchical": _staged},
     "permute": {"direct": _shift},
 }  # fmt: skip
-"""Algorithms of each kind of collective; backends use the first by default."""
+"""Map from a kind of collective to its algorithms by name. The backends of
+`dtft.collectives` use the first by default."""
 
 
 # Sync skew and prefetch overlap of collectives. Calibration measures collectives back

@@ -98,12 +98,13 @@ among cores and then adds up the parts, so smaller parts are slower."""
 def shape_factor(
     device: DeviceType, m: Any, n: Any, k: Any, batch: Any = 1, dtype: str = "bfloat16"
 ) -> Any:
-    """Computes the efficiency (above 0, at most 1) of a matmul (m, k) by (k, n).
+    """Computes the speed of a matmul (m, k) by (k, n) relative to an ideal shape.
 
-    Dims are padded to multiples of the tile, the last wave of tiles may leave cores
-    idle, and rows that are not aligned are slower. If the result has at most half as
-    many tiles as the device has cores, several cores share each sum over a long k
-    (split-K of cuBLAS).
+    The result is above 0 and at most 1. It is 1 if the matmul consists of whole tiles
+    that keep all cores busy, with aligned rows. Otherwise it is less: dims are padded
+    to multiples of the tile, the last wave of tiles may leave cores idle, and rows that
+    are not aligned are slower. If the result has at most half as many tiles as the
+    device has cores, several cores share each sum over a long k (split-K of cuBLAS).
 
     Args:
         device: the device type, with its cores, tile and alignment.
@@ -134,11 +135,11 @@ def shape_factor(
 
 
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
-    """Returns the speed relative to aligned rows: 1, or less if n or k is not aligned.
+    """Returns a matmul's speed relative to one with aligned rows of n and k elements.
 
-    A size is aligned if its bytes are a multiple of `alignment_bytes`. A size of fewer
-    bytes counts as aligned, too, because the tile pads it in any case. If n or k is not
-    aligned, the speed is `Efficiency.misaligned`.
+    It is 1 if both rows are aligned, otherwise `Efficiency.misaligned`. A row is
+    aligned if its bytes are a multiple of `DeviceType.alignment_bytes`. A shorter row
+    counts as aligned, too, because the tile pads it in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
@@ -171,8 +172,8 @@ def matmul_s(
         k: size of the contracted dim.
         batch: the number of matmuls of this shape.
         dtype: dtype of operands and result.
-        precision: JAX's precision of the product (`Operator.precision`); '' for the
-            default.
+        precision: JAX's precision of the product: `high`, `highest` or the name of a
+            `jax.lax.DotAlgorithmPreset`; '' for the default.
 
     Returns:
         Seconds, in the broadcast shape of the arguments.
@@ -273,8 +274,9 @@ def elementwise_s(
     *,
     cold: bool = False,
 ) -> Any:
-    """Computes the seconds of element-wise operators: memory or compute time, whichever
-    is larger.
+    """Computes the seconds of element-wise operators.
+
+    This is the time to move their bytes, or the time to compute them if that is longer.
 
     Args:
         device: the device type, with its memory.
@@ -291,7 +293,14 @@ def elementwise_s(
 
 
 def launch_s(device: DeviceType, num_operators: Any) -> Any:
-    """Computes the seconds to dispatch a step and launch its operators in sequence."""
+    """Computes the seconds to dispatch a step and launch its operators in sequence.
+
+    These are `Efficiency.dispatch_s`, plus `Efficiency.launch_s` for each operator.
+
+    Args:
+        device: the device type, with its efficiency.
+        num_operators: the number of launches in a step.
+    """
     return device.efficiency.dispatch_s + device.efficiency.launch_s * num_operators
 
 
@@ -307,13 +316,14 @@ def added_s(
     slowdown of the computation that hides the rest. It is at most `collective_s`.
 
     Args:
-        efficiency: the overlapped share and the slowdown of computation by overlap.
+        efficiency: has the share of the computation that can hide collectives
+            (`overlap_fraction`), and the factor on the seconds of computation while it
+            hides them (`overlap_kappa`).
         collective_s: seconds of the collectives alone.
         compute_s: seconds of the independent computation alone.
-        order: constraints on what can hide what, as pairs (t, c) of cumulative shares
-            (`ir.read_order`): at least the share c of the collectives can be hidden
-            only behind a part of the computation that has the share t of it. By
-            default, any computation can hide any collective.
+        order: pairs (t, c), such as those of `ir.find_read_order`. For each pair, only
+            the share t of the computation can hide the share c of the collectives; both
+            are 0 to 1. By default, any computation can hide any collective.
 
     In the examples, computation that hides a collective becomes slower by a quarter.
     All 2 s of collectives are hidden, which adds 0.5 s. Of 9 s, 8 s are hidden, so 1 s

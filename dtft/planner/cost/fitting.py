@@ -166,7 +166,10 @@ class ConvolutionTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """Seconds of one collective, run in all groups of `num_devices` devices at once."""
+    """Seconds of one collective, run in all groups of `num_devices` devices at once.
+
+    `num_bytes` is the larger of a device's operand and its result.
+    """
 
     kind: CollectiveKind
     num_bytes: int
@@ -250,7 +253,7 @@ def fit_elements(
     """Fits `simple_s` and `special_s` of `Efficiency` to measured times.
 
     These are the seconds of one element-wise operation, and the extra seconds of an exp
-    or similar function. The fit has no term for the bytes that the operations move.
+    or similar function. The time to move the bytes of the operations is not modelled.
     """
     simple, special = np.array([(t.simple, t.special) for t in times], float).T
     found = fit(
@@ -267,8 +270,8 @@ def fit_matmuls(
     """Fits a device's matmul efficiency and launch time to measured matmuls.
 
     Fitted are the share of the peak that large matmuls reach (`Efficiency.e0`), the
-    rows at which a matmul reaches half of this share (`x0`), and the seconds to launch
-    an operator.
+    number of rows m with which a matmul reaches half of this share (`x0`), and the
+    seconds to launch an operator (`launch_s`).
 
     On a CPU, or if a matmul was faster than the peak, the best measured speed becomes
     the new peak. The peaks of other dtypes then change by the same factor.
@@ -345,12 +348,13 @@ def fit_peak(device: DeviceType, dtype: str, times: Sequence[MatmulTime]) -> Dev
 def fit_link(
     link: Link, times: Sequence[CollectiveTime]
 ) -> tuple[Link, dict[str, CalibrationFit]]:
-    """Fits a `Curve` of transfer times to a link's collectives.
+    """Fits `Curve`s of transfer times to the measured collectives of a link.
 
-    Fits one more curve for each kind of collective and group size.
+    One curve is fitted to all collectives (`Link.curve`), and one to those of each kind
+    and group size (`Link.measured`).
 
     Args:
-        link: the catalog's link; its kind and sharing stay unchanged.
+        link: the catalog's link; `kind` and `shared_by` stay unchanged.
         times: times of groups whose devices communicate over this link alone.
 
     Returns:
@@ -403,19 +407,20 @@ def _fit_curve(
 def fit_overlap(
     given: Efficiency, times: Sequence[OverlapTime]
 ) -> tuple[Efficiency, float]:
-    """Fits the share of computation that collectives overlap, and the slowdown.
+    """Fits how much of the computation can hide collectives, and how it slows down.
 
-    The slowdown is that of computation which collectives overlap. Tries pairs of a
-    share and a slowdown, and keeps the pair with the smallest median error. Of about
-    equally good pairs, keeps the pair with the smallest share.
+    Tries pairs of two figures: the share of the computation that can hide collectives
+    (`Efficiency.overlap_fraction`), and the factor on the seconds of computation while
+    it hides them (`overlap_kappa`). Keeps the pair with the smallest median error. Of
+    about equally good pairs, keeps the pair with the smallest share.
 
     Args:
         given: the efficiency of the device type before the fit.
         times: the measured computations and collectives.
 
     Returns:
-        The efficiency with `overlap_kappa` (the slowdown) and `overlap_fraction` (the
-        share), and the median relative error.
+        The efficiency with both figures, and the median relative error of the predicted
+        seconds.
     """
     compute, collective, together = np.array(
         [(t.compute_s, t.collective_s, t.together_s) for t in times]
@@ -441,7 +446,8 @@ class SyncSkewTime:
     """Seconds that an all-reduce adds to computation that depends on the all-reduce.
 
     The all-reduce waits for computation before it, and computation after it waits for
-    the all-reduce.
+    the all-reduce. `num_bytes` is the size of a device's operand, and `num_devices` the
+    number of devices of a group.
     """
 
     num_bytes: int

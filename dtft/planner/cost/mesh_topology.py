@@ -1,4 +1,8 @@
-"""Places mesh axes on the levels of a pool, and selects the axis orders to price."""
+"""Places mesh axes on the levels of a pool, and drops orders that are not faster.
+
+An axis order says which mesh axis varies slowest over the devices, which next, and so
+on. `undominated_orders` keeps the orders that may be the fastest.
+"""
 
 import itertools
 import math
@@ -15,7 +19,11 @@ from dtft.planner.cluster import CollectiveKind, Link, Pool
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceGroup:
-    """The devices of one collective: how many each level of a pool's fabric joins."""
+    """The devices that run a collective together, on the levels of a pool's fabric.
+
+    A level is used if it joins several of these devices, or groups of them. The devices
+    are given by their numbers only: how many each used level joins.
+    """
 
     sizes: tuple[float, ...]
     """The number of parts that each used level joins, innermost first; all above 1. The
@@ -23,6 +31,7 @@ class DeviceGroup:
     groups of the used level below. The number is a fraction if the devices do not fill
     the groups evenly (3 devices on hosts of 2)."""
     links: tuple[Link, ...]
+    """Link of each used level."""
 
     @property
     def num_devices(self) -> int:
@@ -31,9 +40,10 @@ class DeviceGroup:
 
     @property
     def inner(self) -> tuple[float, ...]:
-        """For each used level, how many of the group's devices the levels below join.
+        """The number of the group's devices in each part that a used level joins.
 
-        The number is 1 for the innermost level.
+        There is one number for each used level, innermost first. The number is 1 for
+        the innermost, whose parts are devices (`sizes`).
         """
         return tuple(math.prod(self.sizes[:level]) for level in range(len(self.sizes)))
 
@@ -49,10 +59,11 @@ class DeviceGroups:
     """Link of each level."""
 
     def alike(self, kind: CollectiveKind) -> np.ndarray:
-        """Numbers the groups so that groups with equal numbers use the same levels.
+        """Numbers the groups: groups with equal numbers use the same levels and curves.
 
-        If a link has measured curves of this kind of collective, groups with equal
-        numbers also have the same size on the link's level. The result is int [groups].
+        So their seconds are computed together. If the link of a level has measured
+        curves of this kind of collective, such groups also have the same size on the
+        level. The result is int [groups].
         """
         measured = tuple(kind in link.measured for link in self.links)
         if measured not in self._alike:
@@ -82,8 +93,9 @@ def group_of(
         axes: the mesh axes of the collective; an axis of size 1 adds nothing.
 
     Returns:
-        The group. If the groups of the mesh differ, the group with the most parts on
-        the outermost level; if these are equal, on the next level, and so on.
+        The group. If the groups along the axes differ, returns the group whose
+        `DeviceGroup.sizes` has the largest number at the outermost level; if these are
+        equal, at the next level, and so on.
 
     Raises:
         ValueError: the mesh lacks an axis, or is larger than the pool.
@@ -130,11 +142,11 @@ def levels_used(
 def members(
     levels: Sequence[int], sizes: np.ndarray, chosen: Sequence[bool]
 ) -> np.ndarray:
-    """Computes how many parts each level joins in a collective's group, on many meshes.
+    """Computes the parts that each level joins in a collective's group, on many meshes.
 
-    The parts of the innermost level are devices, those of other levels the groups of
-    the level below (`DeviceGroup.sizes`). A level that the group does not use is
-    included, with the number 1.
+    A group is the devices that run the collective together. The parts of the innermost
+    level are devices; the parts of any other level are sets of devices that the level
+    below joins. The number is 1 on a level that joins no devices of the group.
 
     Args:
         levels: the number of devices or groups that each level joins, innermost first.
@@ -177,11 +189,10 @@ def members(
 def _sizes(
     levels: tuple[int, ...], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Computes how many members of one collective each level connects.
+    """Computes the parts that each level joins in a collective's group, on one mesh.
 
-    A member is a device, or on a higher level the group that contains it. The number is
-    1 at a level that the collective does not cross. The number is a mean if the groups
-    of a level have unequal numbers of members. `members` computes it for many meshes.
+    `members` does the same for many meshes, and says what a part is. The number is a
+    mean if it differs between the sets of devices that a level joins.
 
     Args:
         levels: the number of devices or groups that each level joins, innermost first.
@@ -204,10 +215,15 @@ def _sizes(
 
 
 def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
-    """Whether an axis fills groups of the fabric, such as hosts, evenly.
+    """Whether an axis divides evenly over the groups of each level, such as hosts.
 
-    The axis has `end` / `start` devices, which are `start` device numbers apart.
-    `bounds` has the number of devices in a group of each level.
+    This is so if all positions along the axis are in one group, or each in another
+    group, or equally many in each of several groups.
+
+    Args:
+        bounds: the number of devices in a group of each level.
+        start: the distance of neighbors along the axis, in device numbers.
+        end: `start` times the size of the axis.
     """
     return all(
         start % bound == 0
@@ -222,12 +238,12 @@ def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
 def _counted(
     bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Computes `members` for one mesh whose axes fill the fabric's groups unevenly.
+    """Computes the numbers of `members` for a mesh whose axes fill hosts unevenly.
 
-    A group is what one level of the fabric joins, such as a host. For each set of
-    devices that run the collective together, counts the groups on each level that have
-    some of these devices. Of several sets, takes the one in the most groups on the
-    outermost level; if equal, on the next level.
+    A group here is the devices that a level of the fabric joins, such as a host. For
+    each set of devices that run the collective together, counts on each level the
+    groups that have some of these devices. Uses the set that is in the most groups on
+    the outermost level; of equal sets, the one in the most groups on the next level.
 
     Args:
         bounds: 1, then the number of devices in a group of each level, innermost first.
@@ -236,7 +252,7 @@ def _counted(
 
     Returns:
         For each level, innermost first, the number of parts (devices, or groups of the
-        level below) divided by the number of groups; a fraction if uneven.
+        level below) divided by the number of the level's groups; it may be a fraction.
     """
     order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
     members = math.prod(
@@ -262,7 +278,10 @@ def _counted(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Orders:
-    """Axis orders of several meshes, as parallel arrays."""
+    """Axis orders of several meshes: pairs of a mesh and an order, as parallel arrays.
+
+    An order says which axis varies slowest over the devices, which next, and so on.
+    """
 
     mesh: np.ndarray
     """For each order, the index of its mesh, ascending; int [orders]."""
@@ -306,13 +325,13 @@ def undominated_orders(
     levels: Sequence[int],
     before: Sequence[str] = (),
 ) -> Orders:
-    """Finds for each mesh the axis orders that are worth pricing.
+    """Finds for each mesh the axis orders that may be the fastest.
 
     These are the orders that no other order dominates. An order dominates another order
     if no axis has a smaller extent (`extents`) at any level and at least one axis has a
     larger extent. Of orders with equal extents, only the first in lexicographic order
-    is kept (by the axes' positions in `axes`). Dropping dominated orders keeps the
-    lowest price, for prices that depend on the extents alone and never fall as an
+    is kept (by the axes' positions in `axes`). A dropped order is no faster than some
+    order that is kept, if the seconds depend on the extents alone and never fall as an
     extent shrinks.
 
     Args:

@@ -128,11 +128,11 @@ def computing_s(
         sizes: sizes of the axes.
         cold: whether the operator's bytes were not used recently, as the state in an
             optimizer update.
-        moved: bytes that kernels move for the operator, per byte of its operands and
-            results (`OpGroup.moved`). On CPU this is used only for cheap operators that
-            are `cold`. Other cheap operators on CPU move the share `Efficiency.fuse` of
-            the bytes of their operands and results, and all other operators move all of
-            these bytes.
+        moved: bytes that kernels read and write for the operator, divided by the bytes
+            of its operands and results (`OpGroup.moved`). On CPU it holds only for
+            operators that XLA fuses (`CHEAP`, such as elementwise ones), and only if
+            `cold`. Otherwise the ratio on CPU is `Efficiency.fuse` for these operators,
+            and 1 for all others.
     """
     operator = work.operator
     on_cpu = device.platform == "cpu"
@@ -163,16 +163,17 @@ def computing_s(
 def _multiplied(
     graph: Graph, device: DeviceType, work: OperatorWork, sizes: Sizes
 ) -> tuple[tuple[Any, Any, Any, Any], Any]:
-    """Computes the sizes of the matmul that XLA runs for a matmul, ragged or not.
+    """Computes the sizes of the matmul that XLA runs for a matmul operator.
 
-    For a ragged matmul, XLA copies all rows for each group (`ir.ragged`), unless the
-    platform has a kernel for ragged matmuls. The copies are multiplied in one matmul,
-    whose depth is the depth of all groups together. For the gradient of the matrices,
-    each group has a matmul of its own over all rows.
+    They are the operator's own, except for a ragged matmul on a platform without a
+    kernel for it. XLA then copies all rows once for each group (`ir.ragged`), and
+    multiplies the copies in one matmul, whose contracted dim is as long as those of all
+    groups together. For the gradient of the matrices, each group has a matmul of its
+    own over all rows.
 
     Returns:
-        Rows, columns, depth and batch of the matmul; and the bytes of the copies, 0
-        without copies.
+        Rows, columns, size of the contracted dim, and number of matmuls; and the bytes
+        of the copies, 0 without copies.
     """
     rows, columns, depth, batch = (amount.at(sizes) for amount in work.sizes)
     copied = operands_by_group(graph, work.operator)
@@ -210,9 +211,10 @@ def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
 
 
 def runs(work: OperatorWork, sizes: Sizes) -> Any:
-    """Returns how many times microbatches repeat an operator in a step.
+    """Returns how many times a step runs an operator because of microbatches.
 
-    Returns the number of microbatches if they divide the operator's work, else 1.
+    This is the number of microbatches if the operator has an equal part of its work in
+    each of them, else 1.
     """
     return parts((MICRO,), sizes) if MICRO in work.divided_by else 1
 
@@ -256,9 +258,10 @@ def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
 
     Each array is copied to the device and back once per step. The copies add their
     whole time to the step, because they wait for the gradients, which are computed
-    last. The device has room for `NUM_UNDER_WAY` arrays as large as the largest, but at
-    most for `MOST_UNDER_WAY` times all offloaded bytes. Arrays below
-    `LEAST_OFFLOADED_BYTES` stay on the device and are not counted.
+    last. Several copies are on the device at once: they occupy the bytes of
+    `NUM_UNDER_WAY` arrays as large as the largest, but at most `MOST_UNDER_WAY` times
+    all offloaded bytes. Arrays below `LEAST_OFFLOADED_BYTES` stay on the device and are
+    not counted.
 
     Args:
         link: the link from a device to its host's memory.
@@ -266,8 +269,8 @@ def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
             device.
 
     In the example, the bytes are in GB: 64 arrays of 0.1 GB are offloaded, 16 of them
-    have room on the device, and 9 small arrays are not offloaded. To copy 6.4 GB to the
-    device and back at 10 GB/s takes 1.28 s.
+    are on the device at once, and 9 small arrays are not offloaded. To copy 6.4 GB to
+    the device and back at 10 GB/s takes 1.28 s.
 
     >>> from dtft.planner.cluster.hardware import Curve
     >>> pcie = Link(kind="PCIe", curve=Curve(latency_s=0.0, bandwidth=1e10), source="")

@@ -6,8 +6,9 @@
   `flops`: classifies operators and counts their operations.
 * `fusion`: finds the kernels of a compiled step, and the bytes that they move.
 * `repeats`: finds equal blocks. `layers`: finds the layers that a pipeline divides.
-  `op_groups`: groups operators of equal cost. `remat`: wraps parts of a loss in
-  `jax.checkpoint`. `ragged`: how XLA compiles `jax.lax.ragged_dot`.
+  `op_groups`: groups operators of equal cost. `read_order`: how early the forward pass
+  reads each parameter. `remat`: wraps parts of a loss in `jax.checkpoint`. `ragged`:
+  how XLA compiles `jax.lax.ragged_dot`.
 """
 
 from typing import TYPE_CHECKING

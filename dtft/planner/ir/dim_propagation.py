@@ -86,7 +86,11 @@ class Dims:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linked:
-    """Dims of an equation's results; operand dims that it sums or needs undivided."""
+    """What a rule finds for an equation: the dims of its results, and two exceptions.
+
+    The exceptions are dims of operands: those that the equation sums over, so that
+    dividing them leaves partial sums, and those that must not be divided.
+    """
 
     outputs: tuple[Numbers, ...]
     """Dims of each result."""
@@ -181,7 +185,7 @@ def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
 
 
 def ragged_dot(case: Case) -> Linked:
-    """Derives the dims of a ragged matmul's result from its operands' (in `case`).
+    """Derives the dims of a ragged matmul's result from those of its operands.
 
     A ragged matmul multiplies each group of rows by its own matrix. Its dims are those
     of a matmul. But the ragged dim (the rows of all groups) and the dim that numbers
@@ -365,8 +369,8 @@ def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
     """Derives the dims of an equation's results from the dims of its operands.
 
     Uses the rule of the equation's primitive. A registered kernel may name its dims by
-    letters, as in einsum (`_named`). All other equations have the elementwise rule
-    (`_alike`).
+    letters, as in einsum (`_named`). In all other equations, dims at the same position
+    of operands and results are divided in the same way (`_alike`).
 
     Args:
         dims: all dims of the program; joined in place.
@@ -384,7 +388,7 @@ def link(dims: Dims, eqn: Any, operand_dims: Sequence[Numbers]) -> Linked:
 def _named(case: Case, named: KernelDims) -> Linked:
     """Derives the dims of the results of a kernel registered with letters for its dims.
 
-    Dims with the same letter are joined (`register_kernel`).
+    Dims to which `register_kernel` gave the same letter are joined.
 
     Args:
         case: the call of the kernel.
@@ -422,8 +426,8 @@ def _alike(case: Case) -> Linked:
 
     This is the rule of elementwise operators, and the default for unknown primitives.
     An operand takes part if its shape is the result's, except for dims of size 1, which
-    are broadcast and not joined. Operands that fit no result must not be divided over
-    devices (`Linked.whole`).
+    are broadcast and not joined. All dims of operands that fit no result must not be
+    divided over devices; `Linked.whole` has them.
     """
     outputs: list[Numbers] = []
     fitting: set[int] = set()

@@ -1,14 +1,15 @@
 """Classifies JAX primitives and counts the operations of one execution.
 
-Convention. A multiplication or an addition of floating-point numbers is one operation.
-So is any other elementwise function (exp, tanh, max ...), as in XLA's and JAX's own
-counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, conversions and all
-operations on integers and booleans count 0. Matmuls and convolutions of integers are an
-exception: they run on the same units as those of floats and are counted.
+A multiplication or an addition of floating-point numbers is one operation. So is any
+other elementwise function (exp, tanh, max ...) of one element, as in XLA's and JAX's
+own counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, conversions and
+all operations on integers and booleans count 0, except matmuls and convolutions of
+integers: they run on the same units as those of floats and count like them.
 
-A convolution counts its padding, but not the zeros between the elements of a dilated
-operand, so that both passes of a layer have equal cost. Sorting counts comparisons, and
-decompositions count their leading term, both for any dtype.
+The products with padding of a convolution are counted. The products with the zeros
+between the elements of a dilated operand are not: so the gradient of a convolution with
+strides counts as many operations as its forward pass. A sort counts its comparisons. A
+matrix decomposition counts the leading term of its formula. Both count for any dtype.
 
 The operations of a kernel that XLA does not make come from a rule: cuDNN's attention
 has a rule, Pallas kernels have a `cost_estimate`, and `register_kernel` adds rules of
@@ -156,10 +157,11 @@ def register_kernel(
 ) -> None:
     """Registers the operation count of a kernel that XLA does not make.
 
-    The planner prices a registered kernel by its operations at the speed of large
-    matmuls of its first operand's dtype, or by the bytes of its operands and results,
-    whichever takes longer. A kernel that is neither registered nor has a
-    `cost_estimate` is priced by its bytes alone, and `plan.lints()` says so.
+    The planner predicts the time of a registered kernel as the longer of two times: its
+    operations at the speed of large matmuls of its first operand's dtype, and the
+    transfer of the bytes of its operands and results. For a kernel that is neither
+    registered nor has a `cost_estimate`, only the bytes count, and `plan.lints()` says
+    so.
 
     Arrays of a kernel may be divided along dims that operands and results have in
     common, unless `jax.shard_map` is around the kernel. Without `dims`, these are dims
@@ -178,8 +180,8 @@ def register_kernel(
             NVIDIA's Ampere GPUs, on newer GPUs too. FlashAttention 1 and 2 do. Such a
             kernel reaches the share `Efficiency.mma_sync` of the speed of matmuls.
         platforms: platforms on whose devices the kernel runs: `cpu`, `cuda`, `rocm`,
-            `tpu`; `()` if it runs on all or this is unknown. On other devices it is
-            priced all the same, and `plan.lints()` says that it does not run there.
+            `tpu`; `()` if it runs on all or this is unknown. Its time is predicted for
+            other devices too, and `plan.lints()` says that it does not run there.
         needs_dtype: a dtype that devices must have a peak for to run the kernel, such
             as `bfloat16` for kernels of NVIDIA's GPUs since Ampere; '' for none.
 
@@ -338,8 +340,9 @@ def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
     """Counts the operations of a ragged matmul as those of a matmul without groups.
 
     The number of groups does not matter, because each row is multiplied by the matrix
-    of its own group only. On platforms where XLA multiplies each row by the matrices of
-    all groups (`ir.ragged`), the planner's price includes the additional operations.
+    of its own group only. On platforms other than TPU, XLA multiplies each row by the
+    matrices of all groups (`ir.ragged`). This count leaves out these operations;
+    `cost.computing_s` includes their time.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     (_, summed), (_, batch) = numbers.dot_dimension_numbers
@@ -510,7 +513,8 @@ _RULES: dict[str, tuple[OperatorKind, Count]] = {
 }  # fmt: skip
 
 _KERNELS: dict[str, Count] = {}
-"""Rules of `register_kernel`."""
+"""Map from the name of a registered kernel to the function that counts its
+operations."""
 
 RUNS_ON: dict[str, RunsOn] = dict.fromkeys(
     ATTENTION,

@@ -1,13 +1,14 @@
 """Fusion: the bytes that the kernels of a GPU or TPU read and write in device memory.
 
-XLA fuses cheap operators into kernels. A kernel reads arrays from memory, computes the
-operators between, and writes one array. The rules that decide which arrays are in
-memory were read from programs that XLA's GPU compiler had compiled
-(`experiments/fused_bytes.py`), and are assumed for TPUs. No number is fitted. The rules
-are:
+XLA fuses operators that take little time to compute (`CHEAP`, such as elementwise ones)
+into kernels. A kernel reads arrays from memory, computes the operators between, and
+writes one array. The rules that decide which arrays are in memory were read from
+programs that XLA's GPU compiler had compiled (`experiments/fused_bytes.py`), and are
+assumed for TPUs. No number is fitted. The rules are:
 
-* Operands and results of products, results of reductions and other costly operators,
-  arrays that loops slice, stack or carry, and results of the program are in memory. All
+* Operands and results of operators that are not `CHEAP`, such as products (matmuls,
+  convolutions and custom kernels), arrays that loops slice, stack or carry, and results
+  of the program are in memory. Operands of reductions and gathers need not be. All
   other arrays are computed again by each kernel that needs them.
 * An array that only casts read is written in the dtype of the casts.
 * An array that several kernels need is computed once and written, if this moves fewer
@@ -141,7 +142,8 @@ def relabelled(operator: Operator, index: int) -> int:
     this is the operand at the result's position, else the first operand.
 
     Args:
-        operator: an operator of `RELABELS`, or a reduction of dims of size 1.
+        operator: a reshape, transpose or similar operator (`RELABELS`), or a reduction
+            of dims of size 1.
         index: the number of the result's array.
     """
     if len(operator.inputs) == len(operator.outputs):
@@ -210,10 +212,12 @@ class _Fusion:
         return defaultdict(int, {index: len(some) for index, some in found.items()})
 
     def _is_recomputed(self, index: int, consumers: int) -> bool:
-        """Whether each kernel that needs an array computes it from arrays in memory.
+        """Whether an array is computed by each kernel that needs it, not written once.
 
-        False if it moves fewer bytes to write the array to memory once, and to read it
-        in each of these kernels. True for arrays that are in memory in any case.
+        True if fewer than two kernels need the array, or if writing the array once and
+        reading it in each kernel moves at least as many bytes as computing it in each
+        kernel from arrays in memory. For an array that is in memory in any case, the
+        result is True too, and nobody uses it.
 
         Args:
             index: the number of the array.
@@ -347,8 +351,11 @@ class _Fusion:
     ) -> None:
         """Marks reductions that another kernel also computes (`Kernel.merged`).
 
-        The other kernel reads or writes the same large arrays. Apart from these arrays,
-        neither kernel reads the other kernel's result.
+        The large arrays are those that the reduction reads and that have more elements
+        than its result. The other kernel reads or writes all of them, and runs over as
+        many elements. It does not read the reduction's result, and the reduction reads
+        nothing that it writes but large arrays. Reductions that are merged already
+        (`_is_merged`) are skipped.
 
         Args:
             kernels: the kernels of the program.
@@ -378,7 +385,9 @@ class _Fusion:
     def _size(self, kernel: Kernel) -> int:
         """Returns the number of elements that a kernel's loop runs over.
 
-        0 for kernels that do not run over all elements of their operands.
+        For a reduction this is the size of its operand, for a kernel of `CHEAP`
+        operators (such as elementwise ones) that of its result. 0 for all others, such
+        as gathers.
         """
         operator = self.graph.operators[kernel.number]
         if operator.kind in CHEAP:
@@ -394,7 +403,8 @@ class _Fusion:
         (`Kernel.rows`) and returns True.
 
         Args:
-            kernel: the kernel of the reduction; False for any other kernel.
+            kernel: the kernel of the reduction. For any other kernel, the result is
+                False.
             readers: the kernels that read the result.
         """
         operator = self.graph.operators[kernel.number]

@@ -104,11 +104,10 @@ class Operator:
     strided: float = 0.0
     """Elements of one execution that are read with a stride, across memory order."""
     turned: float = 0.0
-    """Further elements, of transposed matmuls and convolutions, that are read with a
-    stride if a mesh axis divides a dim in `turned_over`."""
+    """Elements, of transposed results of matmuls, that are read with a stride only if a
+    mesh axis divides a dim in `turned_over`. `strided` does not count them."""
     turned_over: tuple[int, ...] = ()
-    """The contracted dims of the matmuls and convolutions whose elements `turned`
-    counts."""
+    """The contracted dims of the matmuls whose transposed results `turned` counts."""
     trips: int
     """Executions in a step: the product of the lengths of the loops around it; 0 in
     every branch of a `cond` but the branch with the most flops."""
@@ -136,7 +135,8 @@ class Operator:
     """Whether the operator is inside of a shard_map, where the program itself divides
     the arrays."""
     name: str = ""
-    """The operator's place in the user's program, from JAX's name stack."""
+    """JAX's name stack of the operator: the functions of the user's program around it,
+    such as `transpose(jvp(layer))/mul`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,8 +208,10 @@ class Graph:
 
     @property
     def flops(self) -> float:
-        """Operations of a step on all devices, including recomputation, without
-        operators whose results nothing needs."""
+        """Operations of a step on all devices, including recomputation.
+
+        Operators whose results nothing needs are left out.
+        """
         return sum(op.flops * op.trips for op in self.operators if not op.unread)
 
     def bytes_of(self, operator: Operator) -> int:
@@ -236,8 +238,11 @@ class Graph:
 
     @cached_property
     def successors(self) -> Mapping[int, Sequence[int]]:
-        """Map from the index of a value to the indices of values computed from it by
-        one operator, or handed on from it by a loop."""
+        """Map from the index of a value to the indices of the values next after it.
+
+        These are the results of the operators that read the value; and for a value of a
+        loop its slices, the array that stacks it, or the values that it is carried to.
+        """
         found: dict[int, list[int]] = defaultdict(list)
         for operator in self.operators:
             for index in operator.inputs:

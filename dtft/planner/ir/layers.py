@@ -1,11 +1,14 @@
 """Finds the layers of a step that a pipeline divides.
 
-A pipeline divides the layers of a program; embedding and head stay at its ends. A
-program has its layers in a loop (a scan that slices the weights of one layer at a
-time), or one after another as equal blocks; of several loops and runs of blocks, the
-one with the most operations counts. Weights are parameters, and values computed without
-the batch from parameters: casts, scaled or stacked parameters. A loop of the backward
-pass may slice weights that the forward pass has computed.
+A pipeline divides the layers of a program over its stages. Embedding and head stay on
+the first and the last stage. The layers are either the iterations of a loop (a scan
+that slices the weights of one layer at a time), or equal blocks one after another. If a
+program has several such loops or runs of blocks, the one with the most operations has
+the layers.
+
+Weights are parameters, and values that are computed from parameters without the batch,
+such as casts, scaled parameters and stacked parameters. A loop of the backward pass may
+slice weights that the forward pass has computed.
 """
 
 from collections import defaultdict
@@ -75,7 +78,7 @@ def find_layers(
 
     Args:
         graph: the step, with its backward pass.
-        repeats: its equal blocks (`find_repeats`).
+        repeats: its equal blocks, which `find_repeats` finds.
         seconds: function from the number of an operator to the seconds of all its
             executions in a step.
         parameters: numbers of the values that are parameters.
@@ -234,8 +237,8 @@ def _parts_of_weights(
 
     Args:
         graph: the step.
-        parts: map from the number of an operator to the part (`LayerStack`) that it
-            lies in by its position in the program.
+        parts: map from the number of an operator to the part (`first`, `layers` or
+            `last`) that it lies in by its position in the program.
         weights: numbers of the values that are weights.
     """
     readers = _forward_readers(graph)
@@ -269,7 +272,7 @@ def _of_gradients(
     """Yields the operators that read only gradients of the layers' weights.
 
     These are operators, such as casts and sums, that the program has after the layers
-    of the backward pass.
+    of the backward pass. They are given by their numbers.
 
     Args:
         graph: the step.
@@ -304,7 +307,7 @@ def _readers(
     weights: AbstractSet[int],
     parameters: AbstractSet[int],
 ) -> dict[int, frozenset[Part]]:
-    """Finds the parts that read each parameter (`LayerStack.readers`).
+    """Finds the parts that read each parameter, as `LayerStack.readers` has them.
 
     An operator that computes weights from a parameter does not count as a reader: the
     parts that read its results count as readers of the parameter.
@@ -312,7 +315,7 @@ def _readers(
     Args:
         graph: the step.
         parts: map from the number of an operator of the forward or backward pass to its
-            part (`LayerStack`).
+            part (`first`, `layers` or `last`).
         weights: numbers of the values that are weights.
         parameters: numbers of the values that are parameters.
     """

@@ -17,7 +17,8 @@ def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
     """Returns the numbers of the values that marked operators need.
 
     These are the operands of marked operators, and the values from which unmarked
-    operators compute these operands.
+    operators compute these operands. The planner marks the operators that make the
+    forward or backward pass wait for their operands, such as matmuls (`_waits`).
 
     Args:
         graph: the program.
@@ -61,14 +62,17 @@ def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
 
 
 def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
-    """Whether an operator sums over dims, and forward and backward pass do not wait.
+    """Whether only the update, or nothing, needs the sums of an operator.
 
-    The passes wait for the sums if a marked operator (`_waits`), such as a matmul,
-    needs the sums or values computed from them.
+    True for a matmul that computes a parameter's gradient, for example: a mesh axis
+    that divides the summed dims leaves partial sums, and no later operator of the
+    backward pass needs the reduced sums. False for an operator that sums over no dims.
 
     Args:
         operator: the operator.
-        known: numbers of the values that marked operators need (`awaited`).
+        known: numbers of the values that the forward or backward pass waits for: its
+            matmuls and similar operators (`_waits`) read them, or values computed from
+            them. The result of `awaited`.
     """
     return bool(operator.summed) and not known.intersection(operator.outputs)
 
@@ -81,18 +85,21 @@ def nobody_waits(operator: Operator, known: frozenset[int]) -> bool:
 
 
 def loop_copies(graph: Graph, fused: Container[str]) -> Iterator[tuple[Operator, int]]:
-    """Yields operators for the copies that loops make of slices of stacked arrays.
+    """Yields an operator for each copy that a loop makes of slices of an array.
+
+    The operators are not in the program: they represent copies that XLA adds. In each
+    iteration, XLA copies the slice that it reads out of a stacked array, unless all its
+    readers read it in place, and the slice that it computes into a stacked result.
 
     Args:
         graph: the program.
-        fused: kinds of operators that read a slice in place, so that it is not copied
-            for them.
+        fused: kinds of operators that read a slice in place, without a copy.
 
     Yields:
-        For each stacked array whose slices are copied: an operator that stands for the
-        copy of one slice in each iteration, and the bytes that one copy moves, in units
-        of the slice's bytes. A slice that is read is read and written (2). A slice of a
-        result is filled with zeros first, then read and written (3).
+        Pairs of an operator, which copies one slice in each iteration, and the bytes
+        that one copy moves, divided by the slice's bytes: 2 (read and write) for a
+        slice that is read; 3 for a slice of a result, whose memory is filled with zeros
+        first.
     """
     copied = {
         index
@@ -162,24 +169,24 @@ XLA converts a result of fewer bits before the transpose, and so cannot merge bo
 def transposed_reads(graph: Graph) -> Mapping[int, Operator]:
     """Counts the elements that operators read with a stride, because of a transpose.
 
-    `Operator.turned` counts the elements that are read with a stride only if the
-    transposed array is the partial sum of a matmul (a mesh axis divides its contracted
-    dims). `Operator.strided` counts all other elements, such as those of matmuls in
-    bfloat16, which XLA converts before the transpose.
+    The elements of a transposed array count for each elementwise operator that reads
+    the array. If no operator reads it (it only leaves its loop or the program), they
+    count for the transpose. A transpose that keeps the last dim moves whole rows, and
+    its elements do not count.
 
-    The elements of a transposed array are counted for each elementwise operator that
-    reads the array. If no operator reads the array (it only leaves its loop or the
-    program), its elements are counted for the transpose. A transpose that keeps the
-    last dim moves whole rows and is not counted.
+    XLA merges some transposes with the matmul whose result they transpose (`_folded`),
+    unless a mesh axis divides the contracted dims. The elements of these results are
+    counted apart (`Operator.turned`), because they are read with a stride only if such
+    an axis exists. All other elements are counted in `Operator.strided`.
 
-    A matmul that contracts one dim reads rows and columns equally fast. XLA copies the
-    left operand of a convolution, or of a matmul that contracts several dims, if the
-    contracted dims are not the operand's last dims. The operand's elements are then
-    counted for the convolution or matmul, once per array from which the operand is
-    computed.
+    XLA copies the left operand of a convolution, or of a matmul that contracts several
+    dims, if the contracted dims are not the operand's last dims. The operand's elements
+    then count for the convolution or matmul, once per array from which the operand is
+    computed. A matmul that contracts one dim reads rows and columns equally fast.
 
     Returns:
-        The changed operators, by their number.
+        Map from an operator's number to a copy of the operator with its elements;
+        operators that read nothing with a stride are left out.
 
     In the example, operator 1 multiplies the 16 elements of a transposed array.
 
@@ -343,7 +350,12 @@ def _readers(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpGroup:
-    """A group of operators of equal cost, or of cheap operators over the same dims."""
+    """A group of operators whose cost is computed once, from one of the operators.
+
+    The operators of a group are in the same part of the step. They have equal cost, or
+    are operators that XLA fuses (`CHEAP`, such as elementwise ones) over the same dims,
+    or copies of slices with the same dims (`loop_copies`).
+    """
 
     operator: Operator
     """A representative of the group."""
@@ -353,10 +365,11 @@ class OpGroup:
     region: str
     """The part of the step: forward, backward or update."""
     last: bool = False
-    """Whether the group sums over dims, and only the update waits for the sums, or
-    nothing: no operator of the forward and backward pass does."""
+    """Whether the group sums over dims, and only the update, or nothing, needs the sums
+    (`nobody_waits`)."""
     copies: bool = False
-    """Whether the group represents the copies of loops (`loop_copies`)."""
+    """Whether the group represents copies that loops make of slices of stacked arrays;
+    `loop_copies` finds them."""
     moved: float = 1.0
     """Bytes that the kernels of a GPU or TPU read and write for the group
     (`fusion.moved_bytes`), divided by the bytes of the operands and results of its
@@ -367,8 +380,11 @@ class OpGroup:
 
     @property
     def uncached(self) -> bool:
-        """Whether the group reads bytes that are not in cache: the state (in the
-        update), or stacked arrays of loops."""
+        """Whether the group reads bytes that were not used recently.
+
+        True for groups of the update, which reads the training state, and for copies of
+        slices of a loop's stacked arrays. No cache has these bytes.
+        """
         return self.copies or self.region == "update"
 
 
@@ -393,18 +409,19 @@ def region(operator: Operator) -> str:
 def group_operators(
     graph: Graph, alias: Mapping[int, int], *, fuses: bool = True
 ) -> tuple[OpGroup, ...]:
-    """Groups the operators of a program, so that each group is priced once.
+    """Groups the operators of a program; the cost is computed once for each group.
 
-    Returns first the groups of equal operators, then the groups of cheap operators
-    over the same dims, then the groups of loop copies.
+    Returns first the groups of equal operators, then the groups of operators that XLA
+    fuses (`CHEAP`, such as elementwise ones) over the same dims, then the groups of
+    loop copies. Leaves out operators that do not run or whose results nothing needs.
 
     Args:
         graph: the program.
         alias: if layers repeat, map from a dim of any layer to the dim at the same
             position that stands for all equal layers. A dim that is not in the map
             stands for itself.
-        fuses: whether a compiler fuses cheap operators into kernels. Otherwise each
-            operator is a kernel, and loops copy nothing.
+        fuses: whether a compiler fuses operators into kernels. Otherwise each operator
+            is a kernel, and loops copy nothing.
     """
     across = transposed_reads(graph)
     times: Counter[object] = Counter()
@@ -451,7 +468,9 @@ def group_operators(
 
 
 def _share(graph: Graph, moved: Mapping[int, float], numbers: list[int]) -> float:
-    """Returns the bytes that kernels move per byte of operators' operands and results.
+    """Returns the bytes that kernels move, per byte of operators' operands and results.
+
+    This is `OpGroup.moved` of a group of these operators.
 
     Args:
         graph: the program.
@@ -486,8 +505,9 @@ def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
 def _waits(operator: Operator) -> bool:
     """Whether an operator makes the forward or backward pass wait for its operands.
 
-    False for operators of the update, for cheap operators and for reductions, such as
-    the second of two sums in the gradient of a bias.
+    False for operators of the update, for operators that XLA fuses (`CHEAP`, such as
+    elementwise ones), and for reductions, such as the second of two sums in the
+    gradient of a bias.
     """
     passing = (*CHEAP, "reduction")
     return operator.kind not in passing and region(operator) != "update"
@@ -496,14 +516,19 @@ def _waits(operator: Operator) -> bool:
 def _moved(
     graph: Graph, operators: list[Operator], readers: Mapping[int, int]
 ) -> float:
-    """Returns the bytes that cheap operators over the same dims read and write.
+    """Returns the bytes in a step that fusible operators over the same dims move.
 
-    In the optimizer's update, the operators are one fused kernel: only values that
-    enter or leave the kernel count. The operators in the body of each loop of the
-    program are a kernel of their own, which runs in every iteration. In the forward and
-    the backward pass, all operands and results of each operator count; the factor
-    `OpGroup.moved` (on CPU `Efficiency.fuse`) then leaves out the bytes that fusion
-    saves. `readers` has the number of readers of each value (`_num_readers`).
+    In the forward and backward pass, these are the bytes of all operands and results of
+    each operator; the factor `OpGroup.moved` (on CPU `Efficiency.fuse`) later removes
+    the bytes that fusion saves. In the optimizer's update, the operators are one fused
+    kernel, of which only the values that enter or leave it count. Operators in a loop's
+    body are a kernel of their own, which runs in every iteration.
+
+    Args:
+        graph: the program.
+        operators: operators that XLA fuses (`CHEAP`, such as elementwise ones), all in
+            one part of the step.
+        readers: the number of readers of each value (`_num_readers`).
     """
     if region(operators[0]) != "update":
         return sum(graph.bytes_of(op) * op.trips for op in operators)

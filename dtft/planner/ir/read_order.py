@@ -29,12 +29,12 @@ are first read no later; 0 to 1."""
 def find_read_order(
     graph: Graph, parameters: Collection[int], frozen: Container[int] = ()
 ) -> tuple[ReadPoint, ...]:
-    """Finds the shares of parameters that are read early in the forward pass.
+    """Finds which share of the parameters is read by which time of the forward pass.
 
-    At a point (t, c), the first share t of the forward pass has read the share c of the
-    bytes of all parameters. If collectives of all parameters take S seconds and
-    computation takes K seconds, the computation cannot hide the maximum of c S - t K
-    over all points.
+    A point (t, c) says: after the share t of the forward pass, the share c of the bytes
+    of all parameters has been read. If collectives of all parameters take S seconds and
+    the computation takes K seconds, as many seconds of the collectives cannot be hidden
+    as the largest c S - t K of all points.
 
     Args:
         graph: a training step.
@@ -42,7 +42,7 @@ def find_read_order(
         frozen: the parameters that get no gradient; their bytes do not count.
 
     Returns:
-        The points at which the maximum may be reached, in the order of t. The forward
+        The points at which c S - t K may be largest, in the order of t. The forward
         pass is measured in the operations of matmuls, convolutions and kernels. A loop
         over layers reads stacked parameters one layer at a time. If no operator of a
         forward pass reads a parameter, the only point is (1, 1).
@@ -80,11 +80,13 @@ def find_read_order(
 def _first_reads(
     graph: Graph, parameters: Collection[int]
 ) -> Iterator[tuple[int, float, float]]:
-    """Yields (parameter, t, share): the share of the parameter first read at time t.
+    """Yields (parameter, t, share) for the first read of each parameter.
 
-    Times are shares of the forward pass. A parameter that a loop slices has two
-    entries: its first slice, and all other slices at the time of the last one. Yields
-    nothing if the forward pass has no matmul, convolution or kernel with operations.
+    t is the time of the read, as a share (0 to 1) of the operations of the forward
+    pass. `share` is the share of the parameter's bytes that is read then: 1, unless a
+    loop slices the parameter. Such a parameter has two entries: one for its first
+    slice, and one for all other slices, at the time of the last slice. Yields nothing
+    if the forward pass has no matmul, convolution or kernel with operations.
     """
     first: dict[int, tuple[float, int | None]] = {}
     starts, ends, done = dict[int, float](), dict[int, float](), 0.0

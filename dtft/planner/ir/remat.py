@@ -353,8 +353,8 @@ def _crossing(
 def _inside(eqn: JaxprEqn) -> float:
     """Counts the bytes that an equation writes; 0 for a sharding constraint.
 
-    So a plan's constraints do not change the blocks, and the blocks that are run are
-    those that the planner priced.
+    So the constraints of a plan do not change the blocks: the step is run with the
+    blocks with which its time and memory were predicted.
     """
     written = (
         [eqn]

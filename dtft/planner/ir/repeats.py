@@ -24,8 +24,10 @@ def same_dims(program: Graph, graph: Graph) -> dict[int, int]:
     """Maps dims of a loss's program to the equal dims of a step's program.
 
     Dims of arguments are matched by path. Other dims are matched through operators with
-    the same primitive and shapes in the same order. Cheap operators are left out,
-    because their derivatives have rules of their own.
+    the same primitive and shapes in the same order. Operators that XLA fuses (`CHEAP`,
+    such as elementwise ones) are left out: differentiation adds and replaces such
+    operators, so those of the loss and of the step do not match. A dim without a match
+    is not in the map.
 
     Args:
         program: the program of the loss alone.
@@ -98,7 +100,11 @@ class Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatClasses:
-    """Classes of equal dims and operators, and the repeated blocks."""
+    """The repeated blocks of a program, and which dims and operators are equal in them.
+
+    Equal dims have the same position in copies of a block. Equal dims, and operators of
+    equal cost, are one class, which its lowest number represents.
+    """
 
     dims: tuple[int, ...]
     """For each dim of the graph its class: the lowest number of a dim at the same
@@ -113,7 +119,8 @@ class RepeatClasses:
 def find_repeats(graph: Graph) -> RepeatClasses:
     """Finds the repeated blocks of a program, such as layers.
 
-    Also finds the dims and operators that are equal in the copies of a block.
+    Also finds the dims at the same position in copies of a block, and the operators of
+    equal cost.
     """
     signatures = _Signatures(graph)
     kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
@@ -234,9 +241,10 @@ def _pairs(
 
 
 class _Classes:
-    """Classes of dims that are equal in repeated layers.
+    """Disjoint sets (classes) of dims at the same position in repeated layers.
 
-    No array has two different dims of one class.
+    At first, each dim is a class of its own; `add` merges classes. No array has two
+    different dims of one class.
     """
 
     def __init__(self, graph: Graph) -> None:

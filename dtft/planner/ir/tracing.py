@@ -39,7 +39,7 @@ Known = int | Literal
 
 
 class Draft(NamedTuple):
-    """A value whose dims still have the temporary numbers of the walk (`Dims`)."""
+    """A value whose dims still have temporary numbers (of `dim_propagation.Dims`)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,9 +48,9 @@ class Draft(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """An operator of the program whose dims still have temporary numbers (`Dims`).
+    """An operator whose dims still have temporary numbers (of `dim_propagation.Dims`).
 
-    It becomes an `Operator`.
+    It becomes an `Operator`, whose fields have the same names.
     """
 
     primitive: str
@@ -72,7 +72,7 @@ class Step:
 
 
 class Drafts:
-    """The values, operators, loops and dims of a graph, collected during the walk."""
+    """The values, operators, loops and dims of a graph, collected from the jaxpr."""
 
     def __init__(self) -> None:
         self.dims = Dims()
@@ -105,7 +105,11 @@ class Drafts:
         return len(self.values) - 1
 
     def held(self, known: Known) -> int:
-        """Returns the index of an array's value; adds a new value for a literal."""
+        """Returns the index of an array's value; adds a new value for a literal.
+
+        Args:
+            known: the index of the array's value, which is returned, or a literal.
+        """
         return self.value(known.aval) if isinstance(known, Literal) else known
 
     def copy(self, index: int) -> int:
@@ -247,7 +251,10 @@ class _CarryPosition:
 
 
 class _Carry:
-    """The values that a loop carries, and how its body updates each of them."""
+    """The values that a while loop carries, and how its body updates each of them.
+
+    A carried value is given by its position in the carry.
+    """
 
     def __init__(
         self, body: Jaxpr, num_consts: int, init: Sequence[Any], consts: Sequence[Any]
@@ -287,7 +294,7 @@ class _Carry:
 
 
 def _comparison(condition: Jaxpr, consts: Sequence[Any]) -> Any:
-    """Returns the primitive's name and both sides of a loop condition.
+    """Returns the comparison (its primitive) and both sides of a loop condition.
 
     A side is a number, a `_CarryPosition` (a value that the loop carries), or None if
     unknown. Returns None if the condition is not a single comparison, or is `eq`.
@@ -729,9 +736,9 @@ def _graph(found: Drafts, inputs: dict[str, int], outputs: dict[str, int]) -> Gr
 
 
 class _Numbers:
-    """Final numbers for dims, in the order in which the dims first occur.
+    """Gives dims their final numbers (of `Graph.dims`), from 0 in the order of calls.
 
-    Dims that are divided in the same way get one number.
+    Joined dims, which are divided in the same way, get one number.
     """
 
     def __init__(self, dims: Dims) -> None:

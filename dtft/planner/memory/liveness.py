@@ -24,7 +24,7 @@ from dtft.planner.ir import (
 
 
 _NEVER_SAVED = (*RELABELS, "convert_element_type", "broadcast_in_dim")
-"""Operators whose result the policy of `dtft.parallel.fsdp` does not save.
+"""Operators whose result the remat policy of `dtft.parallel.fsdp` does not save.
 
 The policy saves the operand instead.
 """
@@ -36,7 +36,8 @@ _EXPANDED = ("erfc",)
 XLA computes them once, so their operand and result have buffers.
 """
 _READS_FUSED = (*CHEAP, "reduction")
-"""Kinds of operators into which XLA fuses cheap operators that make their operands."""
+"""Kinds of operators into which XLA fuses the operators that compute their operands, if
+these are `CHEAP`, such as elementwise ones."""
 
 
 class InMemory:
@@ -53,7 +54,8 @@ class InMemory:
         Args:
             graph: the program.
             keeps_all: whether the forward pass saves every value that the backward
-                pass reads (`follow`).
+                pass reads, including results of elementwise operators, as at ZeRO level
+                3.
         """
         self.graph = graph
         self.makers: Mapping[int, Operator] = {
@@ -127,15 +129,16 @@ class InMemory:
     def _read_by_matmul(self, index: int) -> int:
         """Finds the value that needs a buffer because a matmul reads the value `index`.
 
-        * A rectifier or a cast of a value that is computed from one array is fused into
-          the matmul: the array has the buffer.
-        * A cast of a value that is computed from several arrays is fused, too: the
-          operand of the cast has the buffer.
+        This is the value itself, unless an operator in `_IN_MATMULS` (a rectifier or a
+        cast) computes it, which XLA may fuse into the matmul:
+
+        * If the operand of the rectifier or cast is computed from a single array of its
+          size, all operators between are fused, and this array has the buffer.
+        * If the operand of a cast is computed from several arrays of its size, only the
+          cast is fused, and its operand has the buffer.
         * A cast to fewer bytes is not fused, because the matmul would read more bytes:
-          the result of the cast has the buffer. Examples are a softmax or a norm in
-          float32 and the parameters in mixed precision, each kept for the backward
-          pass.
-        * Any other value has the buffer itself.
+          its result has the buffer. Examples are a softmax or a norm in float32 and the
+          parameters in mixed precision, each kept for the backward pass.
         """
         while (maker := self.makers.get(index)) and maker.primitive == "copy":
             index = maker.inputs[0]
@@ -248,9 +251,11 @@ class InMemory:
         return self.all_roots(operator)
 
     def _through(self, value: int, roots: Iterable[int]) -> Iterator[int]:
-        """Yields `roots` with each root other than `value` replaced by its own roots.
+        """Yields the given roots of a value, each replaced by its own roots.
 
-        A root may have other roots: the array that a loop slices may be an alias.
+        A root is a value whose buffer is read in place of the value's. It may have
+        roots itself: the array that a loop slices may be an alias. A root that is the
+        value itself is yielded unchanged.
         """
         for root in roots:
             yield from (root,) if root == value else self.root(root)
@@ -319,8 +324,8 @@ def _against_the_grain(graph: Graph, product: Operator) -> Iterator[int]:
 def _is_transposed(memory: InMemory, index: int) -> bool:
     """Returns whether a value is computed from a matmul's result by a transpose.
 
-    Other cheap operators (`CHEAP`, such as elementwise ones) may lie between the matmul
-    and the value, too.
+    Other operators that XLA fuses (`CHEAP`, such as elementwise ones) may lie between
+    the matmul and the value, too.
 
     Args:
         memory: the values of the program that have buffers.
@@ -357,8 +362,8 @@ class Event:
     """The kind of event.
 
     * `alloc`: the value gets a buffer.
-    * `complete`: the value is complete. A value that a loop stacks or carries is
-      complete after the loop.
+    * `complete`: all of the value is computed. This is after its operator, or, for a
+      value that a loop stacks or carries, after the loop.
     * `free`: the buffer of the value is freed.
     * `reuse`: the value allocated next takes the buffer of this value if a mesh axis
       divides a dim in `rows`.
@@ -394,13 +399,15 @@ def follow(graph: Graph, *, keeps_all: bool = False) -> Lifetimes:
         graph: the program.
         keeps_all: whether the forward pass saves every value that the backward pass
             reads, including results of elementwise operators, as `jax.checkpoint` with
-            a policy does.
+            the policy of `dtft.parallel.fsdp` does at ZeRO level 3.
     """
     walk = _Walk(graph, keeps_all=keeps_all)
     return Lifetimes(events=tuple(walk.walk()), roots=walk.memory.roots)
 
 
 class _Walk:
+    """Lists the memory events of a program: goes through its operators and loops."""
+
     def __init__(self, graph: Graph, *, keeps_all: bool) -> None:
         self.graph, self.memory = graph, InMemory(graph, keeps_all=keeps_all)
         self._keeps_all = keeps_all
@@ -533,7 +540,15 @@ class _Walk:
                 yield Event(value=value, kind="free")
 
     def _without_operators(self, number: int, going: _Going) -> Iterable[Event]:
-        """Yields the events of the loops without operators before operator `number`."""
+        """Yields the events of loops without operators that run before an operator.
+
+        The body of such a loop only moves arrays.
+
+        Args:
+            number: the index of the operator in the program.
+            going: map from an operator's index to the values that are freed after it;
+                the values of the loops are added in place.
+        """
         for loop in self._empty.pop(number, ()):
             yield from self._loop((), loop, number, going)
 
@@ -593,17 +608,18 @@ class _Walk:
     ) -> tuple[int | None, tuple[int, ...]]:
         """Finds the operand whose buffer the result of an operator reuses.
 
-        A scatter reuses the buffer of its first operand. A cheap operator (`CHEAP`,
-        such as an elementwise one) reuses the buffer of a value of equal size that it
-        reads. Both do so only if nothing reads the value later. Other operators reuse
-        no buffer.
+        * A scatter reuses the buffer of its first operand.
+        * An operator that XLA fuses (`CHEAP`, such as an elementwise one) reuses the
+          buffer of a value of equal bytes that it reads and no scatter computes.
+        * Other operators reuse no buffer. No operator reuses the buffer of a value that
+          a later operator reads.
 
-        A cheap operator that reads a sum over rows, as in a softmax or its gradient, is
-        part of a kernel that works row by row, and reuses no buffer. There are two
-        exceptions. In the backward pass of a step whose forward pass saves all values
-        (`keeps_all` of `follow`), such an operator reuses a buffer. An operator that
-        also reads the result of a scatter reuses a buffer if a row has more than `ROW`
-        elements, or if a mesh axis divides the row's dim.
+        A fused operator that reads a sum over rows, as in a softmax or its gradient, is
+        part of a kernel that works row by row, and reuses no buffer, except in two
+        cases. In the backward pass with `keeps_all`, it reuses a buffer. If it also
+        reads the result of a scatter of equal bytes for the last time, it reuses the
+        buffer of another value, provided that a row has more than `ROW` elements or a
+        mesh axis divides the row's dim.
 
         Args:
             operator: the operator.

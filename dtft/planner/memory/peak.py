@@ -62,19 +62,19 @@ class Timeline:
     equal layers are counted together."""
     flat_state: bool = False
     """Whether ZeRO divides flat buffers of all arrays, so that `fsdp` divides an array
-    of any size (`Software.flat_state`)."""
+    of any size. It is `Software.flat_state`."""
     has_ragged_matmul: bool = False
-    """Whether ragged matmuls have no copy of their rows for each group
-    (`ir.ragged`)."""
+    """Whether XLA has kernels for ragged matmuls on the platform. Otherwise it copies
+    the rows of a ragged matmul once for each group."""
 
     @cached_property
     def at_level_3(self) -> "Timeline":
         """The timeline of the same program at ZeRO level 3.
 
-        Returns this object if level 3 does not change which values are kept for the
-        backward pass: if `gathers` is false, or parts of the program are
-        rematerialized. Also returns this object if it already is the timeline of level
-        3.
+        It differs if level 3 runs the step of `dtft.parallel.fsdp` (`gathers`), which
+        keeps other values for the backward pass. It is this object if `gathers` is
+        false, if parts of the program are rematerialized, or if this is the timeline of
+        level 3 already.
         """
         again = any(operator.again for operator in self.graph.operators)
         if not self.gathers or again or self.below is not None:
@@ -113,7 +113,8 @@ class Timeline:
     def events(self) -> tuple[Event, ...]:
         """The memory events of the step in order.
 
-        Events of kind `complete` are left out for values that are no gradients.
+        Events that say that a value is computed (kind `complete`) are included for
+        gradients only.
         """
         return tuple(
             event
@@ -140,8 +141,11 @@ class Timeline:
 
     @cached_property
     def of_gradients(self) -> frozenset[int]:
-        """The gradients, and for each gradient that a loop stacks also the value that
-        one iteration computes. Given by their index in `Graph.values`."""
+        """The gradients and their parts, by their index in `Graph.values`.
+
+        A part is the value that one iteration of a loop computes of a gradient that the
+        loop stacks.
+        """
         turns = {
             inner
             for loop in self.graph.loops
@@ -178,7 +182,7 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 """The category of bytes.
 
 * `plain`: an array.
-* `gradient`: a gradient while it is computed as a whole.
+* `gradient`: a gradient while it is computed in one piece, not in a loop.
 * `kept`: a gradient while a loop computes it part by part.
 * `waiting`: a gradient from its completion until its use, in a step without
   microbatches.
@@ -189,20 +193,27 @@ What = Literal["plain", "gradient", "kept", "waiting", "sums", "part"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Arrays of one category (`What`) that every sharding divides alike."""
+    """Arrays of one category that every sharding divides in the same way.
+
+    The category (`What`) is `plain` for most arrays. For gradients it is `gradient`
+    while they are computed in one piece, `kept` while a loop computes them part by
+    part, and `waiting` once they are complete. `sums` are the sums of gradients over
+    microbatches, and `part` is the part of an argument for one microbatch.
+    """
 
     what: What
     value: int
     """The index of one of the arrays."""
     divides: bool
-    """Whether ZeRO divides the arrays further, from some level on."""
+    """Whether ZeRO divides the arrays further than the sharding, from some level on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorRun:
-    """The run of an operator whose operands may have to be gathered from devices.
+    """One execution in a step of an operator whose operands may have to be gathered.
 
-    `moment` is the row of `LivenessTrace.alive` when the operator runs.
+    Operands are gathered if mesh axes divide dims that the operator needs undivided.
+    `moment` is the row of `LivenessTrace.alive` that counts the bytes at the execution.
     """
 
     moment: int
@@ -285,7 +296,8 @@ class LivenessTrace:
     def gradients(self) -> tuple[tuple[int, int], ...]:
         """Pairs of a gradient's index and the number of gradients that it represents.
 
-        Gradients with equal bytes that every sharding divides alike share one pair.
+        Gradients of equal bytes have one pair if every sharding divides them in the
+        same way.
         """
         first: dict[object, int] = {}
         counts: Counter[int] = Counter()
@@ -325,7 +337,7 @@ class LivenessTrace:
             self._change(self._kind(event.value), event.value, -1)
 
     def _note_reused(self, event: Event) -> None:
-        """Appends to `reused`: the last allocated value may reuse another buffer.
+        """Appends to `reused` the array whose buffer the last allocated value may take.
 
         Args:
             event: the event of kind `reuse`, with the array whose buffer is reused.
@@ -342,11 +354,11 @@ class LivenessTrace:
     def _follow_gradient(self, event: Event) -> None:
         """Counts the bytes of a gradient by category (`What`), after an event.
 
-        A gradient is of category `gradient` until it is complete; if a loop computes it
-        part by part, of category `kept`. From then on it is of category `waiting`,
-        which has no bytes in a step with microbatches: the gradient is then added to a
-        sum. At ZeRO levels 2 and 3, `kept` and `waiting` are divided like the parameter
-        between steps, and `gradient` is not.
+        Until a gradient is complete, its category is `kept` if a loop computes it part
+        by part, else `gradient`. From then on it is of category `waiting`, which has no
+        bytes in a step with microbatches: the gradient is then added to a sum. At ZeRO
+        levels 2 and 3, `kept` and `waiting` are divided like the parameter between
+        steps, and `gradient` is not.
         """
         index = event.value
         part_by_part = index in self.timeline.from_loops
@@ -381,8 +393,10 @@ class LivenessTrace:
         """Appends to `rereads` the operands of a matmul that an earlier matmul reads.
 
         XLA shares the gather of an operand between matmuls that run soon after each
-        other (its pass `ScheduleAwareCollectiveOpsCSE`). Of the matmuls of the forward
-        pass, only the last one counts as an earlier matmul.
+        other (its pass `ScheduleAwareCollectiveOpsCSE`): the operand stays gathered for
+        at most `SOON` further matmuls. Matmuls of the forward pass share no gather with
+        each other. Matmuls of the backward pass share gathers with earlier ones of the
+        backward pass, and with the last one of the forward pass.
 
         Args:
             operator: the matmul.
@@ -416,7 +430,7 @@ class LivenessTrace:
         return place
 
     def _array(self, index: int) -> int:
-        """Returns one number for all arrays that every sharding divides alike.
+        """Returns one number for all arrays that any sharding divides in the same way.
 
         Such arrays have equal shapes and dtypes. Numbers are given in the order of the
         calls, from 0.
@@ -462,7 +476,8 @@ _Beside = tuple[int, Sequence[tuple[int, float]]]
 """A moment, and pairs: a total (column of `PeakModel.matrix`), and the bytes to add to
 this total at the moment."""
 _Total = tuple[What, Axes, int]
-"""A sum of bytes: their category, the axes that divide them, and a value's index.
+"""The key of a total, a sum of bytes: their category, the axes that divide them, and
+the index of a value.
 
 The value represents equal gradients that ZeRO divides further; -1 for other arrays.
 """
@@ -484,8 +499,8 @@ class PeakModel:
     """Sums the bytes in memory at each moment of a step that may be the peak.
 
     Bytes that the same mesh axes divide have one sum, a total. `matrix` has the bytes
-    of each total at each moment, before division by the axes. Holds for one division of
-    dims by axes, on any mesh.
+    of each total at each moment, before division by the axes. The totals are those of
+    one assignment of axes to dims (`division`), and are the same for all meshes.
     """
 
     def __init__(self, trace: LivenessTrace, division: ShardingAssignment) -> None:
@@ -547,10 +562,11 @@ class PeakModel:
         return found
 
     def _beside(self) -> Iterator[_Beside]:
-        """Yields the bytes of copies and of gathered operands, by moment.
+        """Yields the bytes of copies and gathered operands that `alive` does not count.
 
-        `LivenessTrace.alive` does not count these bytes. Each entry has a moment, and
-        pairs of a column of `matrix` and bytes.
+        Each entry has a moment (row of `LivenessTrace.alive`), and pairs of a column of
+        `matrix` and the bytes to add there, before division by mesh axes. The copies
+        are those of transposed arrays and of the rows of ragged matmuls.
         """
         for moment, index in self.trace.copied:
             value = self._graph.values[index]
@@ -668,16 +684,20 @@ class PeakEval:
 
     @cached_property
     def _whole(self) -> tuple[np.ndarray, np.ndarray]:
-        """Peak bytes, and bytes of gradients at that moment, at ZeRO level 0."""
+        """Peak bytes, and bytes of gradients at that moment, at ZeRO level 0.
+
+        Both arrays have one entry per mesh.
+        """
         return self._fullest(self._shares)
 
     @cached_property
     def _sums_divided(self) -> tuple[np.ndarray, np.ndarray]:
         """Peak bytes, and bytes of gradients at that moment, at ZeRO level 1.
 
-        `fsdp` divides the sums of gradients over microbatches. No constraint of a plan
-        asks for this, but XLA divides a carried value of a loop like the optimizer
-        state with which the update combines the value.
+        Both arrays have one entry per mesh. `fsdp` divides the sums of gradients over
+        microbatches. No constraint of a plan asks for this, but XLA divides a carried
+        value of a loop like the optimizer state with which the update combines the
+        value.
         """
         return self._fullest(self._shares_divided(("sums",)))
 
@@ -685,18 +705,20 @@ class PeakEval:
     def _divided(self) -> tuple[np.ndarray, np.ndarray]:
         """Peak bytes, and bytes of gradients at that moment, at ZeRO levels 2 and 3.
 
-        `fsdp` divides the gradients, except those that are still being computed as a
-        whole (category `gradient` of `What`).
+        Both arrays have one entry per mesh. `fsdp` divides all gradients but those that
+        are still being computed in one piece, not part by part in a loop (category
+        `gradient`).
         """
         return self._fullest(self._shares_divided(_OF_GRADIENTS))
 
     def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
         """Computes `_shares`, with gradients of some categories also divided by `fsdp`.
 
-        They are divided like their parameters between steps.
+        They are divided like their parameters between steps. The result is float
+        [totals, meshes].
 
         Args:
-            kinds: the categories (`What`).
+            kinds: the categories, such as `sums` (`What` lists them).
         """
         shares, fsdp = self._shares.copy(), np.asarray(self._sizes[ZERO_AXIS])
         for (kind, _, index), row in self._moments.totals.items():
@@ -738,12 +760,13 @@ class PeakEval:
 
     @cached_property
     def _update(self) -> Any:
-        """Bytes at the update of ZeRO levels 1 and 2, one entry per mesh.
+        """Bytes of new parameters during the update of ZeRO levels 1 and 2, by mesh.
 
         Each device updates one part of every parameter, and then gathers the other
-        parts. Old parameters are read until the last part is updated, so gathered new
-        parameters have buffers of their own. The part that is being updated has three
-        buffers. On meshes without `fsdp` the bytes are 0.
+        parts. Old parameters are read until the last part is updated, so the gathered
+        new parameters have buffers of their own. The part that is being updated has
+        three buffers, counted as large as the part of the largest parameter. The result
+        has one entry per mesh; it is 0 on meshes without `fsdp`.
         """
         total: Any = 0.0
         largest: Any = 0.0
@@ -757,9 +780,9 @@ class PeakEval:
     def _laid_anew(self) -> Any:
         """Computes the bytes of transposed copies of gathered parameters.
 
-        If `fsdp` divides another dim than the first, XLA keeps a copy of a device's
-        part with that dim first, from the first gather to the last. Flat buffers
-        (`Timeline.flat_state`) have no such copies.
+        The bytes have one entry per mesh. If `fsdp` divides another dim than the first,
+        XLA keeps a copy of a device's part with that dim first, from the first gather
+        to the last. Flat buffers (`Timeline.flat_state`) have no such copies.
         """
         total: Any = 0.0
         for index, count in self._trace.gradients:

@@ -15,7 +15,7 @@ def scheduled(graph: Graph) -> Graph:
     convolutions on whose results no other matmul, convolution or scatter depends. In
     each loop body, and in the program around the loops, they follow the other operators
     of the backward pass, and operators that read their results follow with them. XLA's
-    scheduler delays these matmuls and convolutions to run each beside the all-reduce of
+    scheduler delays these matmuls and convolutions to run each during the all-reduce of
     another one. Their operands stay alive until then: in a compiled perceptron, all
     activations and their cotangents are alive at once.
     """

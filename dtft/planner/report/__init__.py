@@ -2,8 +2,9 @@
 
 * `text`: `explain`, the plan as text.
 * `compare`: two plans side by side, and the reasons for their difference in time.
-* `replan`: `why_not`, and the cost of each pin (a setting that the user has fixed).
-* `lints`: sizes and arrays whose cost a small change saves.
+* `replan`: `why_not`, and the seconds that each pin (a setting that the user has fixed)
+  costs.
+* `lints`: small changes of the model or batch that would save time or memory.
 * `hardware_sensitivity`: the best plans on changed clusters, such as faster links.
 * `logical_axes`: a plan as Flax's logical axis rules.
 * `html_report`, `page`: the report as an HTML file without network or scripts.

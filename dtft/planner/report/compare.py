@@ -1,8 +1,8 @@
 """Compares two plans: mesh and settings, seconds and bytes, the terms that differ most.
 
 A term is a part of the seconds of a step (such as compute) or of the bytes on a device
-(such as parameters). Every number is a number of one of the plans, or the difference or
-ratio of two such numbers.
+(such as parameters). Nothing is predicted again: every number is read from a plan, or
+is the difference or ratio of two such numbers.
 """
 
 from collections import Counter, defaultdict
@@ -43,8 +43,8 @@ def sections(plan: Plan, other: Plan) -> tuple[Section, ...]:
 def decisions(plan: Plan, other: Plan) -> Section:
     """Tabulates what the plans decide differently: mesh and settings such as `zero`.
 
-    Also has the entry (`step=` or `loss=`), the cluster and the model, where they
-    differ.
+    Also has rows for the cluster, the model, and the argument that `dtft.plan` got
+    (`step=` or `loss=`). Rows in which the plans agree are left out.
     """
     ours, theirs = _decided(plan), _decided(other)
     rows = tuple(
@@ -70,7 +70,8 @@ def _decided(plan: Plan) -> dict[str, str]:
 def shardings(plan: Plan, other: Plan) -> Section:
     """Tabulates the arrays that the plans divide by different mesh axes.
 
-    Arrays of several layers share a row if both plans divide them alike.
+    Arrays at the same path of several layers share a row if `plan` divides all of them
+    by the same axes, and `other` does so too.
     """
     found: Counter[tuple[str, str, str]] = Counter()
     for tree in _ARRAYS:
@@ -122,7 +123,7 @@ def terms(plan: Plan, other: Plan) -> Section:
 
 
 def _error(plan: Plan, other: Plan) -> float:
-    """Returns the larger relative error of both plans' predicted seconds."""
+    """Returns the larger of both plans' relative errors of the predicted seconds."""
     return max(one.prediction.relative_error for one in (plan, other))
 
 
@@ -222,10 +223,11 @@ exceeds this share of the difference."""
 def slower(plan: Plan, other: Plan) -> str:
     """Describes the terms that make the other plan's step longer or shorter.
 
-    A term is a part of a step's seconds, such as compute. Names the terms with the
-    largest differences until they make up `_MOST` of the added or saved seconds. Also
-    names the term that changes most in the other direction, if its change is large
-    (`_AGAINST`). Returns '' if both steps take the same time.
+    A term is a part of a step's seconds, such as compute. For a longer step, names the
+    terms that grow most, until they make up the share `_MOST` of all that grow. Also
+    names the term that shrinks most, if it shrinks by more than the share `_AGAINST` of
+    the difference of the steps. For a shorter step, the reverse. Returns '' if both
+    steps take the same time.
     """
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:
@@ -244,8 +246,11 @@ def slower(plan: Plan, other: Plan) -> str:
 
 
 def larger(plan: Plan, other: Plan) -> str:
-    """Describes the term of memory, such as parameters, that grows most in the other
-    plan; '' if none grows."""
+    """Describes the term of memory that grows most from `plan` to `other`.
+
+    A term is a part of the bytes on a device, such as parameters. Returns '' if no term
+    grows.
+    """
     more = _differences(plan.memory, other.memory)
     name = max(more, key=lambda name: more[name])
     if more[name] <= 0:

@@ -94,12 +94,17 @@ def _planned(decision: Decision, cluster: Cluster, pins: Mapping[str, Any]) -> P
 
 
 def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
-    """Returns `plan`, or the best plan with the decision's mesh if that is better.
+    """Returns the faster of two plans for the changed cluster.
 
-    The plan with the decision's mesh is better if it fits and its step is shorter. Both
-    plans are for the changed cluster. The ranking prefers a mesh without redundant
-    work to a mesh with redundant work that is up to `search.ranking.IDLE` times as
-    fast. Without this comparison, a faster cluster could be reported as slower.
+    These are `plan` and the best plan with the mesh of the decision, if the latter
+    exists and fits. Some devices of that mesh repeat the work of others. The ranking
+    may choose a mesh without such devices that is up to `search.ranking.IDLE` times as
+    slow. Without this comparison, a faster cluster could then be reported as slower.
+
+    Args:
+        plan: the best plan for the changed cluster.
+        decision: the decision for the unchanged cluster.
+        cluster: the changed cluster.
     """
     try:
         same = _planned(decision, cluster, {**decision.pins, **decision.plan.mesh})

@@ -42,13 +42,15 @@ def stacked(
 ) -> str:
     """Draws stacked horizontal bars, and a line at the limit.
 
-    A limit far beyond all bars is only mentioned in text, so that the bars stay large.
+    A limit above `_FAR` times the longest bar is only mentioned in text, so that the
+    bars stay large.
 
     Args:
-        rows: label of each bar, and its terms.
-        limit: position of the line, in the unit of the terms.
+        rows: for each bar its label, and a map from the name of each term (a piece of
+            the bar) to the term's length.
+        limit: position of the line, in the unit of the lengths.
         words: text after each bar.
-        limit_words: meaning of the limit.
+        limit_words: meaning of the limit, for the note below the bars.
     """
     names = list(dict.fromkeys(name for _, terms in rows for name in terms))
     longest = max([sum(terms.values()) for _, terms in rows], default=0.0) or 1.0
@@ -191,13 +193,13 @@ def report_html(
     checked: Iterable[Section] = (),
     planned_again: Iterable[Section] = (),
 ) -> str:
-    """Renders the report of a plan as an HTML page; plans nothing.
+    """Renders the report of a plan as an HTML page; runs no search.
 
     Args:
         plan: the plan to report.
-        decision: the decision that selected the plan. Without a decision (a plan from a
-            file), the report lacks the memory terms of alternatives and the shapes of
-            arrays.
+        decision: the decision that selected the plan; None for a plan from a file. The
+            report then lacks the shapes of arrays, and shows only the total bytes of
+            each alternative instead of bytes by term.
         checked: sections after the memory, such as the compiler's check of the plan.
         planned_again: sections at the end, for which the caller planned again: the
             costs of pins (settings that the user has fixed) and the lints.
@@ -226,7 +228,7 @@ def report_html(
 def report_text(sections: Iterable[Section], console: Console | None = None) -> None:
     """Prints sections on a terminal, each as a table with its notes below.
 
-    A section without rows is printed as lines.
+    Of a section without rows, prints the title and the notes as lines.
     """
     console = console or Console()
     for section in sections:

@@ -85,11 +85,11 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
     """Finds the best plans for the nearest batch sizes that the device count divides.
 
     The batch sizes are the multiples of the device count next below and next above the
-    workload's batch. Compute seconds are scaled with the batch; all other terms stay
-    the same. A batch size that no mesh divides with the settings that the user has
-    fixed is left out. So is one for which every plan repeats work on some devices.
-    Returns () if the batch is a multiple of the device count, or the device count is a
-    multiple of the batch.
+    workload's batch. A batch size is left out if no mesh for it has the settings that
+    the user has fixed, or if every plan for it repeats work on some devices. Compute
+    seconds are those of the workload's batch, scaled with the batch size; all other
+    terms stay the same. Returns () if the batch is a multiple of the device count, or
+    the device count is a multiple of the batch.
     """
     asked, there = decision.question.batch_size, decision.cluster.num_devices
     if math.gcd(asked, there) == min(asked, there):
@@ -100,25 +100,28 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
 
 
 def _examples_each(question: Workload) -> int:
-    """The examples in each unit of `question.batch_size`; 1 if no reshape splits them.
+    """Returns the number of examples divided by `question.batch_size`.
 
-    A loss that reshapes its 64 examples to 8 x 8 has 8 units of 8 examples each.
+    `batch_size` is the size of the dim that mesh axes can divide. For a loss that
+    reshapes its 64 examples to 8 x 8, it is 8, and the result is 8. Returns 1 if no
+    reshape splits the examples.
     """
     each, rest = divmod(question.num_examples, max(1, question.batch_size))
     return 1 if rest else max(1, each)
 
 
 def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
-    """Finds the best plan for a batch.
+    """Finds the best plan for another batch size.
 
     Args:
-        decision: the plan of the workload's own batch.
+        decision: the decision for the workload's own batch.
         asked: the workload's `batch_size`.
-        batch: the other batch size, in the same units.
+        batch: the other batch size, counted as `batch_size` counts.
 
     Returns:
-        The batch and its best plan in which no device repeats the work of others; None
-        if no mesh divides the batch with the user's pins, or if there is no such plan.
+        The batch size in examples, its best plan in which no device repeats the work of
+        others, and the seconds of a step; None if no mesh for this batch size has the
+        user's pins, or if there is no such plan.
     """
     try:
         best = best_of(
@@ -140,9 +143,10 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 
 
 def batch_text(decision: Decision) -> tuple[str, float]:
-    """Describes what a batch costs that the devices do not divide evenly.
+    """Describes how many seconds a batch costs that the devices do not divide evenly.
 
-    Returns a text ('' for nothing to say) and the seconds of a step that it costs:
+    Returns a text ('' for nothing to report) and the seconds of a step that another
+    batch would save:
 
     * If a pin (a setting that the user has fixed) leaves no mesh that divides the
       batch: a text on padding rows, and the seconds that the padding adds.
@@ -230,7 +234,7 @@ def alone_text(decision: Decision) -> tuple[str, float]:
     Returns a text and the saved seconds; "" and 0.0 if one device saves nothing or has
     too little memory. The plan for one device has none of the user's pins. It is not
     made, and the result is "" and 0.0, if the decision's plan uses one device, or if
-    launches and collectives take less than `_SMALL` of its step.
+    launches and collectives take less than half (`_SMALL`) of its step.
     """
     terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
     used = math.prod(decision.plan.mesh.values())
@@ -251,11 +255,12 @@ def alone_text(decision: Decision) -> tuple[str, float]:
 
 
 LEAST = 0.005
-"""Least share of a step's seconds that a matmul's size must waste to be reported."""
+"""Least share of a step's seconds that a finding on matmul sizes or attention scores
+must cost to be reported."""
 _LEAST_BYTES = 2**20
 _SHARE = 0.01
-"""Least share to be reported: of a tree's bytes for an array, of a step's flops for a
-dim."""
+"""Least share to be reported: of the bytes of all parameters (or of all optimizer
+state) for an array, of a step's flops for a dim or a dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,9 +295,10 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
     """Lists all findings without duplicates, the most serious kind first.
 
     The order is: kernels that do not run on the devices, repeated work, batches,
-    attention scores in memory, ragged matmuls that XLA multiplies out, dtypes without a
-    known peak, matmul sizes, indivisible dims, replicated arrays, arrays that the
-    program closes over, and operators without a cost rule.
+    attention scores in memory, ragged matmuls in which XLA multiplies all rows by every
+    group's matrix, dtypes without a known peak, matmul sizes, indivisible dims,
+    replicated arrays, arrays that the program closes over, and operators without a cost
+    rule.
     """
     found = (
         *kernels(decision),
@@ -317,7 +323,7 @@ def products(decision: Decision) -> tuple[Lint, ...]:
     """Finds matmuls whose sizes do not suit the device, costliest first.
 
     The sizes are no multiples of the device's alignment, or fill the device's tiles
-    badly. Findings that cost less than `LEAST` of a step are left out.
+    badly. Findings that cost less than the share `LEAST` of a step are left out.
     """
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -347,7 +353,8 @@ def _works(
 ) -> Iterable[tuple[OpGroup, OperatorWork, dict[str, Any]]]:
     """Yields each group of operators, its work on one device, and the axis sizes.
 
-    The work is that under the selected plan. The sizes include `MICRO`, the number of
+    A group has operators of equal cost, or operators that XLA fuses (`OpGroup`). The
+    work is that under the selected plan. The sizes include `MICRO`, the number of
     microbatches.
     """
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
@@ -411,8 +418,8 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
     """Finds attention whose scores are arrays in memory, costliest first.
 
     Returns () for CPU, which has no kernel that keeps scores on the chip. Findings that
-    cost less than `LEAST` of a step are left out. The first finding has the seconds and
-    bytes that the best plan without any scores in memory saves.
+    cost less than the share `LEAST` of a step are left out. The first finding has the
+    seconds and bytes that the best plan without any scores in memory saves.
     """
     question, device = decision.question, decision.cluster.uniform.device
     if device.platform == "cpu":
@@ -480,9 +487,10 @@ def _with_fused(lint: Lint, decision: Decision) -> Lint:
 
 
 def ragged(decision: Decision) -> tuple[Lint, ...]:
-    """Finds ragged matmuls that XLA multiplies out for each group (`ir.ragged`).
+    """Finds ragged matmuls in which XLA multiplies all rows by every group's matrix.
 
-    Returns () if there are none, and for platforms for which XLA has ragged matmuls.
+    Returns at most one finding, for all of them together; () if there are none, and for
+    platforms for which XLA has ragged matmuls.
     """
     graph, device = decision.question.graph, decision.cluster.uniform.device
     groups, step_s, cost_s = 1, decision.plan.prediction.step_s, 0.0
@@ -512,7 +520,10 @@ def ragged(decision: Decision) -> tuple[Lint, ...]:
 
 
 def kernels(decision: Decision) -> tuple[Lint, ...]:
-    """Finds custom kernels that do not run on the devices that they are priced on."""
+    """Finds custom kernels that do not run on the devices that the plan is for.
+
+    The planner predicts their seconds as if they ran on these devices.
+    """
     question, device = decision.question, decision.cluster.uniform.device
     names = dict.fromkeys(group.operator.primitive for group in question.groups)
     rules = dict.fromkeys(RUNS_ON[name] for name in names if not _runs(name, device))
@@ -547,7 +558,7 @@ def precision(decision: Decision) -> tuple[Lint, ...]:
 
     Custom kernels, such as cuDNN's attention, count too. The texts say which peak
     counts instead (`DeviceType.rate`). The finding with the most operations is first.
-    Findings below `_SHARE` of the operations are left out.
+    Findings below the share `_SHARE` of the operations are left out.
     """
     question, device = decision.question, decision.cluster.uniform.device
     flops: dict[ProductRate, float] = defaultdict(float)
@@ -575,7 +586,8 @@ def precision(decision: Decision) -> tuple[Lint, ...]:
 def unpriced(decision: Decision) -> tuple[Lint, ...]:
     """Finds operators without a cost rule, and while loops of unknown trip count.
 
-    The planner prices these operators by their bytes, and these loops as one iteration.
+    The planner computes the seconds of these operators from their bytes alone, and
+    counts one iteration of these loops.
     The finding with the most bytes is first.
     """
     unknown = decision.question.graph.unknown
@@ -633,9 +645,9 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
     """Describes dims of large matmuls and convolutions that `parts` does not divide.
 
     There is one text per dim, with the reason; the dim with the most flops is first.
-    Dims of examples and positions are left out, because other axes divide them. Dims of
-    at most `parts` elements, dims that a loop slices, and dims with less than `_SHARE`
-    of the flops are left out, too.
+    Dims that index examples or positions (of tokens) are left out, because other axes
+    divide them. Dims of at most `parts` elements, dims that a loop slices, and dims
+    with less than `_SHARE` of the flops are left out, too.
 
     Args:
         question: the workload.
@@ -777,8 +789,11 @@ def constants(decision: Decision) -> tuple[Lint, ...]:
 
 
 def batch(decision: Decision) -> tuple[Lint, ...]:
-    """Finds batches that the devices do not divide, unused devices, and steps that one
-    device alone would run faster."""
+    """Finds the seconds that a better number of examples or devices would save.
+
+    The findings are on a batch that the devices do not divide, on unused devices, and
+    on a step that one device alone would run faster.
+    """
     known = (batch_text(decision), alone_text(decision))
     return tuple(
         Lint(kind="batch", text=text, cost_s=cost_s) for text, cost_s in known if text
@@ -786,7 +801,7 @@ def batch(decision: Decision) -> tuple[Lint, ...]:
 
 
 def repeated(plan: Plan) -> tuple[Lint, ...]:
-    """Finds mesh axes that divide no array or little work.
+    """Finds mesh axes that divide no array, or less than half of the work.
 
     The devices along such an axis repeat the same work.
     """

@@ -18,8 +18,7 @@ Axes = str | tuple[str, ...] | None
 
 @dataclass(frozen=True, kw_only=True)
 class AxisRules:
-    """Rules for `flax.core.spmd.logical_axis_rules`, and the arrays that the plan
-    divides in another way."""
+    """Rules for `flax.core.spmd.logical_axis_rules`, and the exceptions to them."""
 
     rules: tuple[tuple[str, Axes], ...]
     """Pairs of a logical name and its mesh axes, sorted by name; each name once."""

@@ -1,7 +1,7 @@
-"""Plans a workload again with other pins (settings that the user has fixed), for
-`why_not` and for the cost of each pin.
+"""Plans a workload again with other pins, for `why_not` and the cost of each pin.
 
-A `Decision` is a selected plan, with its workload, cluster, pins and all candidates.
+Pins are settings that the user has fixed. A `Decision` is a selected plan, with its
+workload, cluster, pins and all candidates.
 """
 
 from collections.abc import Mapping
@@ -45,9 +45,10 @@ def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
 
 
 def pin_section(decision: Decision) -> tuple[Section, ...]:
-    """Tabulates what each pin (a setting that the user has fixed) costs.
+    """Tabulates the seconds of a step that each pin costs, and the plan without it.
 
-    Returns a single section; () without pins.
+    A pin is a setting that the user has fixed. Each pin has a row; with several pins,
+    one more row is for all pins together. Returns a single section; () without pins.
     """
     prices = pin_prices(decision)
     if not prices:
@@ -150,12 +151,15 @@ def sections(decision: Decision, pins: Mapping[str, Any]) -> tuple[Section, ...]
 def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
     """Finds the best plan with other pins (settings that are fixed).
 
-    The pins replace the decision's pins of the same names. If no mesh of all devices
-    has the pins, meshes of fewer devices are searched.
+    The pins replace the decision's pins of the same names. If no plan fits, the result
+    is the one that needs the least memory.
+
+    First searches as for any plan (`best_of` with `fewer="if faster"`). If no mesh has
+    the pins, searches again with meshes of fewer devices (`fewer="always"`).
 
     Raises:
-        ValueError: no mesh has the pins, or only a mesh of fewer devices, some of which
-            repeat the work of others.
+        ValueError: no mesh has the pins; or only meshes of fewer devices have them, and
+            some devices of the best one repeat the work of others.
     """
 
     def best(fewer: Fewer) -> Decision:

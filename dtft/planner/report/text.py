@@ -1,6 +1,8 @@
 """Explains a plan: seconds and bytes by term, mesh, collectives, and alternatives.
 
-Every number comes from the plan, so a plan from a file can be explained too.
+A term is a part of the seconds of a step (such as compute) or of the bytes on a device
+(such as parameters). Every number comes from the plan, so a plan from a file can be
+explained too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -104,9 +106,11 @@ _LITTLE = 0.5
 
 
 def mesh_sections(plan: Plan) -> tuple[Section, ...]:
-    """Tabulates the links along each mesh axis, and the work and arrays it divides.
+    """Tabulates the mesh axes: the links of each, and what it divides.
 
-    Returns () if the plan has no `axes`.
+    A row has the axis, its size, the links along it, the share of the work that it
+    divides, and the number of arrays that it divides. Returns () if the plan has no
+    `axes`.
     """
     if not plan.axes:
         return ()
@@ -178,7 +182,7 @@ def _arrays_divided(plan: Plan, axis: str) -> str:
 
 
 def little(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """Finds the mesh axes that divide less than `_LITTLE` of the work.
+    """Finds the mesh axes that divide less than half (`_LITTLE`) of the work.
 
     Returns pairs of an axis and a text on the work that its devices repeat.
     """
@@ -199,7 +203,7 @@ NUM_COLLECTIVES = 12
 """Number of collectives that have a row each in a table: those with the most bytes."""
 NUM_ALTERNATIVES = 10
 """Number of alternatives that have a row each in a table: the first of the ranking. The
-best form of each baseline has a row too."""
+first alternative of each baseline (rule of thumb, such as fsdp) has a row too."""
 _WIDTH = 24
 """Total length, in characters, of the bars in the table of a step's seconds."""
 
@@ -224,9 +228,9 @@ def plan_sections(plan: Plan) -> tuple[Section, ...]:
 
 
 def knobs_text(knobs: Knobs) -> str:
-    """Lists the values of a plan's settings beside the mesh, in one line.
+    """Lists the values of a plan's knobs (settings other than the mesh), in one line.
 
-    Settings other than microbatches, remat and zero are left out if they are at their
+    Knobs other than microbatches, remat and zero are left out if they are at their
     default.
 
     >>> knobs_text(Knobs(microbatches=4, zero=1))
@@ -241,8 +245,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Returns the rule of thumb that an alternative follows, such as `fsdp`; `-` for
-    none."""
+    """Returns the rule of thumb of an alternative, such as `fsdp`; `-` for none."""
     return alternative.name or "-"
 
 
@@ -291,8 +294,11 @@ def _end(end_s: float, prediction: Prediction) -> str:
 
 
 def _rates(plan: Plan) -> tuple[str, ...]:
-    """Describes examples per second and MFU (model flops utilization), if they are
-    known."""
+    """Describes examples per second and MFU (model flops utilization) in one text.
+
+    Leaves out the MFU if the seconds of the model at peak speed are not known. Returns
+    () if the number of examples is not known.
+    """
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     if not plan.examples or not step_s:
         return ()
@@ -452,10 +458,11 @@ def _totals(found: Iterable[Collective], error: float) -> tuple[str, str]:
 
 
 def bound(plan: Plan) -> Section:
-    """Compares the predicted step with lower bounds of this plan and of all plans.
+    """Compares the predicted seconds of a step with lower bounds.
 
-    The rows have the seconds that each resource is busy at its peak, longest first. The
-    longest is the roofline of this plan.
+    A row has the seconds that one resource would be busy at its peak; the longest is
+    first, and is the roofline: no step of this plan takes less. A note has the lower
+    bound of all plans for this step and cluster, if it is known.
     """
     step_s, error = plan.prediction.step_s, plan.prediction.relative_error
     ranked = sorted(plan.roofline.items(), key=lambda item: -item[1])
@@ -490,9 +497,10 @@ def bound(plan: Plan) -> Section:
 
 
 def alternatives(plan: Plan) -> Section:
-    """Tabulates the best candidates of the search and its baselines, by rank.
+    """Tabulates the best alternatives of the plan and every baseline, by rank.
 
-    The baselines are meshes of common rules of thumb (`shown`).
+    There are `NUM_ALTERNATIVES` rows for the best alternatives, and a row for each
+    baseline (a mesh of a common rule of thumb) that is not among them.
     """
     rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")

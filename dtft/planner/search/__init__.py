@@ -1,17 +1,20 @@
 """The search: enumerates and prices candidates, and writes the best one as a plan.
 
 A candidate is a mesh with a value for every knob, such as the number of microbatches.
+To price a candidate is to predict its seconds per step and its bytes on a device.
 
-* Candidates: `space` (candidates as columns; which knobs can be run), `meshes`, `pins`,
-  `enumerate`.
+* Candidates: `space` (candidates as columns; which knobs can be run), `meshes`, `pins`
+  (settings that the user has fixed), `enumerate`.
 * Time and memory of all candidates at once: `price_table` (operators), `memory_table`
-  (state, batch, peak memory), `pipeline` (stages), `step_cost` (base seconds, which
-  fitted scalars multiply), `search` (totals), `ranking`.
+  (state, batch, peak memory), `pipeline` (stages), `step_cost` (seconds by the
+  catalog's figures, multiplied by scalars that are fitted to measured steps), `search`
+  (totals), `ranking`.
 * Dims that the axis `tensor` divides: `tensor_sharding`, with an exact solver in
   `solver`, `elimination` and `mixed_integer`.
 * `decision`: selects a candidate, and explains what to change if none fits.
-* `write_plan`: writes the selected candidate as a plan. `compute_split`: its compute
-  seconds by kind of work. `roofline`: the seconds of each resource at its peak.
+* `write_plan`: writes the selected candidate as a plan. `compute_split`: the plan's
+  compute seconds by kind of work. `roofline`: the seconds that the plan keeps each
+  resource busy, at the resource's peak.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,8 @@
-"""Splits a plan's compute seconds by kind of work, and finds the dearest operators."""
+"""Splits a plan's compute seconds by kind of work, and finds the slowest operators.
+
+The kinds (`ComputeKind`) are matmuls and convolutions, attention, operators that XLA
+fuses, and all others.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -92,8 +96,7 @@ def without_scores(question: Workload) -> Workload:
 
 
 def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
-    """Returns the dims, each replaced by the dim that represents it in all equal
-    layers."""
+    """Replaces each dim by the dim that represents it in all equal layers."""
     return frozenset(map(question.root, dims))
 
 
@@ -119,7 +122,7 @@ def group_s(
     Args:
         graph: the program.
         device: the device type.
-        group: the group of operators.
+        group: the group of operators (`OpGroup`).
         work: the work of one device in one execution of the group's operator.
         sizes: sizes of the mesh axes, and the number of microbatches.
     """
@@ -135,11 +138,13 @@ def compute_split(
     division: ShardingAssignment,
     total_s: float,
 ) -> tuple[dict[ComputeKind, float], tuple[ComputeShare, ...]]:
-    """Splits the compute seconds of a candidate by kind of work.
+    """Splits the compute seconds of a candidate by kind of work (`ComputeKind`).
+
+    The update is left out.
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the mesh and the settings beside it.
+        candidate: the mesh and the values of the knobs (other settings).
         division: which mesh axes divide which dims.
         total_s: the candidate's seconds of compute, which the kinds of work add up to.
 

@@ -1,7 +1,8 @@
 """Selects the plan for a workload and a cluster, and keeps the priced candidates.
 
-Prices rematerialization and offload only where they may help. If no plan fits,
-suggests changes after which a plan fits.
+To price a candidate is to predict its seconds per step and its bytes on a device.
+Candidates with rematerialization or offload are priced only where these may help. If
+no plan fits in memory, the error suggests changes after which a plan fits.
 """
 
 import math
@@ -47,16 +48,16 @@ from dtft.planner.workload import Workload
 MOST = 64
 """Largest factor on the number of devices that `remedies` tries to make a plan fit."""
 Best = Callable[[Cluster, Mapping[str, Any], bool], Plan]
-"""A function that returns the best plan or, if no plan fits, the leanest (`best_of`).
+"""A function that returns the best plan, or the leanest plan if no plan fits.
 
-The arguments are the cluster, the pins, and whether to search also knobs that cannot be
-run.
+The leanest plan needs the fewest bytes on a device. The arguments are the cluster, the
+pins, and whether to search also knobs that cannot be run.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change after which a plan fits in memory, with the best plan found then."""
+    """A change, in words, after which a plan fits in memory; and the best such plan."""
 
     change: str
     plan: Plan
@@ -109,8 +110,8 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 
     The changes are: leaving out one pin (a setting that the user has fixed); searching
     also settings that cannot be run here; taking more devices, without the pins that
-    are numbers or flags. Of the larger numbers of devices, only the smallest with a
-    plan that fits is yielded.
+    are numbers or flags (such as `tensor`), but with the others (such as `remat`). Of
+    the larger numbers of devices, only the smallest with a plan that fits is yielded.
 
     Args:
         cluster: the cluster on which no plan fits.
@@ -142,8 +143,7 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 def _tried(
     best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
 ) -> Plan | None:
-    """Plans again with `best`; None if no plan can have the pins or the plan does not
-    fit.
+    """Plans again with `best`; None if the pins cannot be met or no plan fits.
 
     Args:
         best: function that returns the best plan, or the leanest plan if none fits.
@@ -179,7 +179,7 @@ def _larger(pool: Pool) -> Iterator[Pool]:
 def _tried_devices(pool: Pool) -> str:
     """Describes for an error how many more devices were tried, or why none were.
 
-    More devices are tried if no plan fits the devices of the pool.
+    More devices are tried if no plan fits in the memory of the pool's devices.
     """
     if any(_larger(pool)):
         return f"up to {MOST} times as many devices"
@@ -202,8 +202,11 @@ all devices divides the batch (details: `MeshRules.fewer`).
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RematVariant:
-    """The search under one remat policy, and its candidates with predicted time and
-    memory."""
+    """The candidates with one remat policy, priced.
+
+    `search` is the object that priced them. `priced` has the candidates with their
+    predicted time and memory.
+    """
 
     search: PlanSearch
     priced: Priced
@@ -298,9 +301,12 @@ def best_of(
         cluster: a cluster of equal devices.
         pins: axis sizes and other settings that the user has fixed.
         what_if: searches settings that cannot be run too; see `decide`.
-        batch: the batch that meshes must divide, if not the batch of the workload.
-            Prices are those of the workload's own batch in either case.
-        fewer: when meshes of fewer devices than all are searched (`Fewer`).
+        batch: the number of samples that the data axes of a mesh must divide; None:
+            that of the workload. Time and memory are predicted for the workload's own
+            batch in either case.
+        fewer: when meshes of fewer devices than all are searched: "never",
+            "if faster" (if devices of the best plan repeat the work of others) or
+            "always". `Fewer` has the details.
 
     Raises:
         ValueError: the devices are not equal, JAX does not run on them, there are more
@@ -374,10 +380,11 @@ def _best_of(
 
 
 def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVariant]:
-    """Adds candidates that keep their optimizer state in host memory.
+    """Adds copies of candidates that keep their optimizer state in host memory.
 
-    Adds only candidates that may be the best (`PlanSearch.with_offload`). `found` has
-    the priced candidates of each remat policy; the result has these and the added ones.
+    Adds them only for candidates of which the copy may be the best plan
+    (`PlanSearch.with_offload`). `found` has the priced candidates of each remat policy;
+    the result has these and the copies.
     """
     unfit, _, least = min(map(_first, found.values()))
     best_s = math.inf if unfit else least
@@ -429,7 +436,10 @@ def without_idle(decision: Decision) -> Decision | None:
 def _written(
     found: Mapping[Remat, RematVariant], one: RematVariant, at: int, cluster: Cluster
 ) -> Plan:
-    """Writes the plan of a candidate, and marks it as not `runnable` if it is not.
+    """Writes the plan of a candidate.
+
+    Marks the plan as not `runnable` if its mesh or knobs cannot be run with its `step=`
+    or `loss=` on the backend of the cluster's devices (`unsupported`).
 
     Args:
         found: the candidates of all priced remat policies, for `Plan.left_out`.
@@ -469,13 +479,13 @@ def _left_out(
 
 
 def _worth(found: Any) -> bool:
-    """Returns whether saving memory, by remat or offload, may give a better plan.
+    """Returns whether a plan may become better if remat or offload saves memory.
 
-    This is so if no candidate fits. It is also so if the remat policy of the best
-    candidate has a faster candidate that does not fit.
+    Returns True if no candidate fits, or if a candidate with the remat policy of the
+    best candidate does not fit, but has a smaller `Priced.worth_s`.
 
     Args:
-        found: the remat policies priced so far (`RematVariant`).
+        found: a `RematVariant` for each remat policy that was priced so far.
     """
     best = min(found, key=_first)
     priced = best.priced
@@ -491,11 +501,11 @@ take most of the time of planning."""
 def _prices_all(question: Workload, pool: Pool) -> bool:
     """Returns whether remat is priced even if it can save only time, and not memory.
 
-    This is so for small programs (`_FEW_OPERATORS`), and for scanned layers on
-    accelerators. A scan copies what its body saves for the backward pass into arrays of
-    all layers, and copies it out again. Computing it again may take less time than
-    these copies: on one H200, steps of two transformers with scanned layers took 7 %
-    and 27 % less time with remat (`experiments/gpu_plans.py`). CPU devices are left
+    This is so for programs of at most `_FEW_OPERATORS` operators, and for scanned
+    layers on accelerators. A scan copies what its body saves for the backward pass into
+    arrays of all layers, and copies it out again. Computing it again may take less time
+    than these copies: on one H200, steps of two transformers with scanned layers took
+    7 % and 27 % less time with remat (`experiments/gpu_plans.py`). CPU devices are left
     out, because such copies were not measured there.
     """
     operators = question.graph.operators
@@ -511,9 +521,10 @@ def _first(one: RematVariant) -> tuple[bool, bool, float]:
 def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
     """Returns the sort key of a candidate; the best candidate has the smallest key.
 
-    Candidates that fit in memory are first, by `Priced.worth_s`. Candidates that do not
-    fit follow, by bytes on a device. Among these, candidates with idle devices (devices
-    that repeat the work of others) are last.
+    Candidates that fit in memory are first, ordered by the seconds of a step; for a
+    candidate with idle devices (devices that repeat the work of others), the seconds
+    are multiplied by `IDLE`. Candidates that do not fit follow, ordered by bytes on a
+    device. Of these, candidates with idle devices are last.
 
     Args:
         one: the remat policy of the candidate.
@@ -593,11 +604,12 @@ def _found(
 def _priced(
     question: Workload, pool: Pool, space: Space, order: tuple[Remat, ...]
 ) -> dict[Remat, RematVariant]:
-    """Prices candidates under each remat policy of `order` in turn.
+    """Prices candidates under the first policy of `order`, and others if worthwhile.
 
-    Stops as soon as another policy cannot save memory that a better plan needs
-    (`_worth`), unless it may also save time (`_prices_all`). Prices only the candidates
-    with the smallest batch, which is rounded up least. Returns {} if `space` is empty.
+    Another policy is priced only if saving memory may give a better plan (`_worth`), or
+    if remat may also save time (`_prices_all`). Only the candidates with the smallest
+    batch are priced: the requested batch, or if no mesh divides it, the batch that is
+    rounded up least. Returns {} if `space` is empty.
     """
     if not len(space):
         return {}

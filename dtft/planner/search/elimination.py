@@ -24,6 +24,8 @@ Table = tuple[tuple[int, ...], np.ndarray]
 _Price = tuple[float, int, int, int]
 """Sort key of a variable; the variable with the smallest key is eliminated next.
 
+Variables that share a table are neighbors; an edge joins them.
+
 * The number of edges that its elimination adds between its neighbors; inf if its table
   is too large.
 * The number of entries of its table; 0 if no edges are added.
@@ -46,12 +48,13 @@ def elimination_order(
 
     Returns None if the tables that elimination in this order creates exceed a limit.
 
-    The order is greedy: next is the variable whose elimination adds the fewest edges
-    (fill). Edges join variables that share a table. Of variables with equal fill above
-    0, the one with the smallest table is next. Of variables that are still equal, the
-    one with the highest number is next. On a tree whose parents have lower numbers than
-    their children, such as a chain that is numbered from end to end, the order is the
-    reverse of the numbers.
+    The order is greedy (minimum fill). In a graph of the variables, edges join those
+    that share a table. Elimination of a variable adds edges between its neighbors. The
+    next variable is the one whose elimination adds the fewest edges. Of several such
+    variables, it is the one that creates the smallest table, if they add edges at all;
+    then the one with the highest number. For a chain that is numbered from end to end,
+    and for a tree whose parents have lower numbers than their children, the order is
+    the reverse of the numbers.
 
     Args:
         sizes: the number of values of each variable; variables with one value are
@@ -117,18 +120,20 @@ def _price(
 
 
 def _remove(variable: int, neighbors: list[set[int]], *, filled: bool) -> set[int]:
-    """Removes a variable from the sets in `neighbors`.
+    """Removes an eliminated variable from the graph of variables.
 
-    If `filled`, also adds the missing edges between the variable's neighbors.
+    Edges join variables that share a table. Elimination creates a table of all
+    neighbors of the variable, so the missing edges between them are added.
 
     Args:
-        variable: the variable.
+        variable: the eliminated variable.
         neighbors: for each variable, those that share a table with it; changed in
             place.
-        filled: whether edges may be missing.
+        filled: whether to add edges; False if none is missing.
 
     Returns:
-        The variables whose place in the elimination order may have changed.
+        The variables whose elimination may now add another number of edges or create a
+        table of another size.
     """
     near = neighbors[variable]
     changed = set(near)
@@ -155,7 +160,8 @@ def eliminate(
     Args:
         sizes: the number of values of each variable.
         tables: the tables whose sum is minimised: pairs of variables and costs.
-        order: every variable with more than one value, once (`elimination_order`).
+        order: every variable with more than one value, once, in the order of
+            elimination (a result of `elimination_order`).
     """
     rank = {variable: place for place, variable in enumerate(order)}
     buckets: list[list[Table]] = [[] for _ in order]
@@ -238,11 +244,11 @@ def eliminate_each(
 
 
 def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray:
-    """Adds up tables along one variable, with the other variables' values given.
+    """Adds up tables for every value of one variable, at given values of the others.
 
     Args:
         bucket: the tables to add up, all with the variable.
-        variable: the variable whose values are compared.
+        variable: the variable that takes every value.
         values: values of all variables, one assignment per row; the column of
             `variable` is not read.
 
@@ -285,10 +291,10 @@ def _added(bucket: list[Table]) -> Table:
 def _aligned(
     scope: tuple[int, ...], costs: np.ndarray, wide: tuple[int, ...]
 ) -> np.ndarray:
-    """Returns a table's costs with one dim for each variable of `wide`, in this order;
-    variables that the table lacks get dims of size 1.
+    """Returns a table's costs with one dim for each variable of `wide`, in this order.
 
-    `scope` has the variables of the table, one for each dim of `costs`.
+    Variables that the table lacks get dims of size 1. `scope` has the variables of the
+    table, one for each dim of `costs`.
     """
     if scope == wide:
         return costs

@@ -216,7 +216,7 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
     Returns:
         The candidates. Empty if there is no baseline and no candidate has room, or if
         nothing is pinned and the choices allow no candidate. `Space.reasons` has the
-        number of candidates that each rule left.
+        number of candidates that remained after each rule.
 
     Raises:
         ValueError: the name or value of a pin is never allowed (`check_pins`), or the
@@ -278,7 +278,7 @@ def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
 
 
 def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Reason]]:
-    """Enumerates meshes, and records how many meshes each rule left.
+    """Enumerates meshes, and records how many meshes remain after each rule.
 
     Returns the meshes and the records.
     """
@@ -331,8 +331,8 @@ def _with_zero(
     """Combines meshes with ZeRO levels, or with the level that the user has fixed.
 
     A mesh whose axis `fsdp` has size one has level 0, any other mesh the levels above
-    0. Returns the meshes, the level of each (int [meshes]), and how many meshes are
-    left.
+    0. Returns the meshes, the level of each (int [meshes]), and how many meshes
+    remain.
     """
     zeros = _left(sorted(choices.zero), pins.get("zero"))
     fsdp = meshes.sizes[:, AXES.index("fsdp")]
@@ -445,9 +445,8 @@ def _with_orders(
 ) -> Space:
     """Combines candidates with the orders of their axes that may be best on the fabric.
 
-    Only the first order of a mesh counts as a baseline (a common rule of thumb). A
-    candidate without room for its state is kept only as a baseline, and so only with
-    the first order.
+    A baseline (mesh of a common rule of thumb) stays a baseline only in its first
+    order. A baseline without room for its state is kept only in its first order.
 
     Args:
         columns: the candidates, with the column `room` (whether their state has room).
@@ -505,11 +504,11 @@ def _impossible(choices: Choices, pins: Mapping[str, Any]) -> ValueError:
 
 
 def _values_near(space: Space, name: str, value: Any) -> str:
-    """Lists, for an error, values of a setting that candidates of a space have.
+    """Lists for an error the values of a setting that occur in a space, near `value`.
 
-    These are all policies of `remat`, else the three numbers nearest to `value`. Only
-    candidates with the most devices count. Returns '' for the pins `order` and
-    `stage_layers`, and for an empty space.
+    For `remat`, lists all policies that occur; for other settings, the three numbers
+    nearest to `value`. Of all candidates, reads only those that use the most devices.
+    Returns '' for the pins `order` and `stage_layers`, and for an empty space.
     """
     if not len(space) or name in ("order", "stage_layers"):
         return ""
@@ -533,11 +532,11 @@ meshes of each of these numbers."""
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """Returns smaller numbers of devices that can divide the work evenly.
+    """Returns numbers of devices, below all devices, that can divide the work evenly.
 
-    Each number divides the product of the batch and the size of a dim of a weight (or
-    the batch alone). Returns the `_MOST` largest of these numbers that are below the
-    number of all devices.
+    Returns the `_MOST` largest numbers that divide the batch, or the batch times the
+    size of a weight's dim. The data axes can then divide the batch, and `tensor` the
+    dim.
 
     Args:
         question: the workload, whose weights have dims that `tensor` may divide.

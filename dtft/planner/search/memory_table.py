@@ -50,11 +50,11 @@ from dtft.planner.workload import Role, Workload
 OnStages = Callable[
     [Space, np.ndarray, dict[str, np.ndarray]], Mapping[str, np.ndarray]
 ]
-"""A function that computes the bytes on a device of a pipeline stage
-(`pipeline.Staged.memory`).
+"""A function that computes the bytes on a device of a pipeline, by term.
 
-The arguments are the space, the indices of candidates, and the bytes by term as if each
-stage had all layers.
+Each term is that of the stage with the most bytes of it. The arguments are the space,
+the indices of candidates, and the bytes by term as if each stage had all layers. The
+function is `pipeline.Staged.memory`.
 """
 
 # State between uses. Equal arrays of equal layers are evaluated once. `spmd.zero`
@@ -63,9 +63,10 @@ stage had all layers.
 
 @dataclass(frozen=True, kw_only=True)
 class Alike:
-    """Arrays of one role that are divided, gathered and updated in the same way.
+    """A group of arrays, such as the same parameter of equal layers.
 
-    The role is parameter, optimizer state or batch.
+    The arrays have one role (parameter, optimizer state or batch), equal shapes and
+    dtypes, and dims that are divided by the same axes.
     """
 
     value: Value
@@ -76,18 +77,20 @@ class Alike:
 
 
 class Resting:
-    """Bytes of state and batch, and the gathers of parameters, for many points.
+    """Computes the bytes of state and batch, and the costs of gathering parameters.
 
-    A point is a mesh and a number of microbatches. State is parameters and optimizer
-    state. Between its uses in a step, ZeRO may divide an array by one more axis than
-    during a use.
+    Each result has a number for each of many points; a point is a mesh and a number of
+    microbatches. State is parameters and optimizer state. While an array is not used
+    (at rest), ZeRO may divide it by one more axis, `fsdp`. For a use, an all-gather
+    collects the pieces; its costs are seconds and bytes.
     """
 
     def __init__(self, prices: Prices) -> None:
-        """Keeps the prices; bytes and seconds are computed when first needed.
+        """Computes nothing yet; bytes and seconds are computed when first needed.
 
         Args:
-            prices: prices of the workload's operators; its columns have the points.
+            prices: computes the seconds of the workload's operators and collectives;
+                `prices.columns` has the points.
         """
         self.prices = prices
         self._question: Workload = prices.question
@@ -99,8 +102,11 @@ class Resting:
 
     @cached_property
     def arrays(self) -> Mapping[Role, Counter[Alike]]:
-        """Map from a role (parameter, optimizer state, batch) to its groups of equal
-        arrays, and the number of arrays in each group."""
+        """Map from a role to its groups of equal arrays, counted.
+
+        The role is parameter, optimizer state or batch. The count of a group is the
+        number of its arrays.
+        """
         question, graph = self._question, self._question.graph
         found: dict[Role, Counter[Alike]] = {
             "parameter": Counter(), "optimizer": Counter(), "batch": Counter()
@@ -159,18 +165,18 @@ class Resting:
     def gathers(
         self, division: ShardingAssignment, zero: int
     ) -> tuple[Total, dict[Bundle, Total]]:
-        """Computes the costs of a step's all-gathers of parameters that ZeRO divides.
+        """Computes seconds or bytes of all-gathers of the parameters that ZeRO divides.
 
         Args:
             division: which axes divide which dims while computing.
             zero: ZeRO level.
 
         Returns:
-            For each point (mesh and number of microbatches), the seconds per step of
-            the all-gathers that are sent one by one. And for each bundle (all-gathers
-            that the compiler may combine), the bytes of all its arrays each time it is
-            sent. All-gathers that are combined but still sent one by one, as on CPU,
-            are in both.
+            Two results, for each point (mesh and number of microbatches). The seconds
+            per step of the all-gathers that are sent one by one. And for each bundle
+            (all-gathers that the compiler may combine), the bytes of its gathered
+            arrays on a device, each time that the bundle is sent. All-gathers in a
+            bundle whose arrays are sent one by one are in both.
         """
         alone, together = Total(), dict[Bundle, Total]()
         platform = self._columns.pool.device.platform
@@ -195,8 +201,9 @@ class Resting:
     ) -> np.ndarray:
         """Computes the seconds per step of copies that transpose gathered parameters.
 
-        A compiler that keeps every array in the order of its dims copies an array that
-        was gathered along its last dim (`turned_place`).
+        An all-gather along the last dim (`turned_place`) leaves the elements of a row
+        apart. A compiler that stores every array in the order of its dims then copies
+        the array. The seconds are 0 if the device has no `Efficiency.strided_s`.
 
         Args:
             division: which axes divide which dims while computing.
@@ -204,7 +211,7 @@ class Resting:
             zero: ZeRO level of each candidate.
 
         Returns:
-            Seconds of each candidate; float [candidates].
+            Float [candidates].
         """
         found = np.zeros(len(points))
         each = self._columns.pool.device.efficiency.strided_s
@@ -215,13 +222,12 @@ class Resting:
         return found
 
     def _turned(self, division: ShardingAssignment, zero: int) -> Total:
-        """Counts the elements of gathered parameters that a device must transpose.
+        """Counts the elements that a device transposes after gathering parameters.
 
-        These are the parameters that ZeRO divides along the last dim (`turned_place`):
-        an all-gather writes the parts one after another, so the elements of a row are
-        not together until the device has transposed the result. The count for each
-        point (mesh and number of microbatches) is per microbatch at ZeRO level 3, and
-        per step at other levels.
+        These are the elements of the parameters that ZeRO divides along their last dim
+        (`turned_place`): an all-gather writes the pieces one after another, so the
+        elements of a row are apart. The count, for each point (mesh and number of
+        microbatches), is per microbatch at ZeRO level 3, and per step at other levels.
         """
         total = Total()
         for alike, count in self.arrays["parameter"].items():
@@ -246,14 +252,15 @@ class Resting:
     ) -> tuple[Cases, np.ndarray]:
         """Computes the seconds per step of gathering equal arrays one by one.
 
+        Sync skew is left out. The seconds are 0 where ZeRO does not divide the arrays.
         The result has a partition of the points (meshes with a number of microbatches)
-        into cases, and the seconds for each case.
+        into cases, and the seconds of all arrays together for each case.
 
         Args:
-            alike: the arrays.
+            alike: the group of equal arrays.
             division: which axes divide which dims while computing.
-            sent: the collective of one message.
-            count: the number of equal arrays.
+            sent: the all-gather of one array, or of one of its slices.
+            count: the number of arrays in the group.
             how: how often, and in how many slices, each array is gathered.
         """
         key = alike, division.spec(alike.value), how
@@ -276,16 +283,16 @@ class Resting:
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
         """Finds how gradients are divided at ZeRO levels 2 and 3, for each point.
 
-        A gradient is divided as level 3 divides its parameter between uses. This
-        depends on the point (mesh and number of microbatches).
+        A gradient is divided as level 3 divides its parameter between uses. The dim
+        that `fsdp` divides depends on the point (mesh and number of microbatches).
 
         Args:
             division: which axes divide which dims while computing.
 
         Returns:
-            The distinct divisions: copies of `division` in which the fields `rest` and
-            `spare` (`ShardingAssignment`) divide sums further. And the index of the
-            division of each point; int [points].
+            The distinct divisions, and the index of each point's division, int
+            [points]. A division is `division` with the additional axes of gradients in
+            `ShardingAssignment.rest`, and `spare`.
         """
         values = {str(n): one.value for n, one in enumerate(self.arrays["parameter"])}
         placed = [self._placed(value, division) for value in values.values()]
@@ -313,9 +320,10 @@ class Resting:
         ZeRO divides this dim by the axis `fsdp` between uses of the array.
 
         Returns:
-            A partition of the points (meshes with a number of microbatches) into cases
-            with equal sizes of the dividing axes; the axes; and for each case the
-            position of the dim, -1 if `fsdp` divides no dim.
+            A partition of the points (meshes with a number of microbatches) into cases,
+            the axes, and for each case the position of the dim, -1 if `fsdp` can divide
+            no dim. In all points of a case, each dim of the array is divided into
+            equally many pieces, and `fsdp` has the same size.
         """
         spec = division.spec(value)
         key = value, spec
@@ -336,7 +344,10 @@ class Resting:
 def offloaded(
     priced: Priced, resting: Resting, link: Link, on_stages: OnStages | None = None
 ) -> Priced:
-    """Prices candidates again, with their optimizer state moved to host memory.
+    """Returns candidates with their optimizer state moved to host memory.
+
+    Recomputes their bytes on the device, their bytes in host memory, and the seconds
+    that the copies between host and device add to a step.
 
     Args:
         priced: candidates that keep their optimizer state on the device.
@@ -374,7 +385,11 @@ def _away(
     division: ShardingAssignment,
     rows: np.ndarray,
 ) -> Away:
-    """Computes bytes and seconds of offloading for candidates that share one division.
+    """Computes what offload costs candidates that share one division.
+
+    Offload keeps the optimizer state in host memory, and copies it to the device during
+    the update. The result (`Away`) has the bytes in host memory, the bytes on the
+    device for the copies, and the seconds that the copies add to a step; [rows] each.
 
     Args:
         space: the candidates.
@@ -405,10 +420,10 @@ class Peaks:
     """Peak memory of one program, under any division of its dims by mesh axes."""
 
     def __init__(self, timeline: Timeline) -> None:
-        """Keeps the timeline; liveness is traced when it is first needed.
+        """Stores the timeline; the lifetimes of arrays are traced when first needed.
 
         Args:
-            timeline: the timeline of the program.
+            timeline: the allocations, frees and copies of one step of the program.
         """
         self._timeline = timeline
 

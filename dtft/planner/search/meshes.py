@@ -172,9 +172,9 @@ class MeshRules:
         """Returns the meshes of all devices, if needed with a rounded-up batch.
 
         Returns only meshes that divide the batch exactly, if one of them divides it
-        into enough parts (`_least_parts`). Otherwise, as with five devices and a prime
-        batch, also returns meshes whose batch is rounded up, except meshes with more
-        parts than samples.
+        into enough parts: two, or one if no axis may divide the batch (`_least_parts`).
+        Otherwise, as with five devices and a prime batch, also returns meshes whose
+        batch is rounded up, except meshes with more parts than samples.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -186,8 +186,9 @@ class MeshRules:
     def fewer(self) -> Meshes:
         """Returns meshes of fewer devices, if no mesh of all devices divides the batch.
 
-        The result is empty if a mesh of all devices divides the batch into enough parts
-        (`_least_parts`). Otherwise one number of devices is selected, and all meshes of
+        The result is empty if a mesh of all devices divides the batch into enough
+        parts: two, or one if no axis may divide the batch (`_least_parts`). Otherwise
+        one number of devices is selected, and all meshes of
         this number that divide the batch exactly are returned. The selected number is
         the first of these that exists:
 
@@ -218,7 +219,7 @@ class MeshRules:
         return best.where(best.devices_used < self.num_devices)
 
     def _enough(self, meshes: Meshes) -> bool:
-        """Whether any mesh divides the batch into enough parts (`_least_parts`)."""
+        """Whether any mesh divides the batch into `_least_parts` parts or more."""
         return bool((self.slots(meshes.sizes) >= self._least_parts).any())
 
     @property

@@ -2,8 +2,9 @@
 
 Used for problems whose tables would become too large for variable elimination. The
 formulation uses local marginals (Wainwright and Jordan, Foundations and Trends in
-Machine Learning 1, 2008, section 4.1). It has a binary for every value, and a weight
-for every allowed combination of the values of a factor with two or more variables. The
+Machine Learning 1, 2008, section 4.1). Every value of a variable has a 0/1 unknown, the
+value's binary, which is 1 if the value is selected. Every allowed combination of values
+in a factor (table) of two or more variables has an unknown from 0 to 1, its weight. The
 weights of all combinations with a value add up to the value's binary. The linear
 relaxation is exact on trees. HiGHS solves the program through SciPy.
 """
@@ -144,7 +145,7 @@ def _marginals(
     """Makes the equations of a factor: one row for each value of each of its variables.
 
     A row requires that the weights of all combinations with the value add up to the
-    value's binary.
+    value's binary (both are unknowns of the program; see the module).
 
     Args:
         factor: a factor of two or more variables.

@@ -38,7 +38,8 @@ _ABSENT = {
     "expert": "; it needs arrays with a dim of experts",
     "sequence": "; it needs a batch with a second dim (positions)",
 }
-"""Map from an axis to what it requires: the end of the error if it is not searched."""
+"""Map from an axis to what a search of the axis requires: the end of the error for a
+pinned axis that is not searched."""
 
 
 def check_pins(pins: Mapping[str, Any]) -> None:

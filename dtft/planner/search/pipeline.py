@@ -1,9 +1,10 @@
-"""Prices pipeline stages from the price of the whole model.
+"""Predicts time and memory of pipeline stages from those of the whole model.
 
-A mesh with an axis `stage` is first priced as if each stage ran all layers. This module
-divides the layers among the stages, evenly or as given, and keeps the embedding on the
-first stage and the head on the last. It then adds the costs of a pipeline: the bubble,
-sends between stages, and activations of the microbatches in flight.
+For a mesh with an axis `stage`, operators and arrays are first priced (their seconds
+and bytes predicted) as if each stage ran all layers. This module divides the layers
+among the stages, evenly or as given, and keeps the embedding on the first stage and the
+head on the last. It then adds the costs of a pipeline: the bubble, sends between
+stages, and activations of the microbatches in flight.
 """
 
 import math
@@ -62,8 +63,9 @@ Terms = dict[str, np.ndarray]
 def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     """Finds the repeated layers of a workload; None if it has no repeated layers.
 
-    The result also has the share of time of the layers, and of the operators before and
-    after them. The time assumes that cheap operators are fused, also on CPU.
+    The result also has the shares of a step's time of three parts: the layers, the
+    operators before them, and the operators after them. The time is that with
+    elementwise and similar operators fused into others (`CHEAP`), also on CPU.
 
     Args:
         question: the workload.
@@ -120,11 +122,12 @@ class Staged:
     """Prices candidates with any number of pipeline stages: seconds and bytes."""
 
     def __init__(self, resting: Resting) -> None:
-        """Keeps the prices; the layers are found when they are first needed.
+        """Computes nothing yet; the layers are found when they are first needed.
 
         Args:
-            resting: prices of the workload's operators, as if each stage ran the whole
-                model, and of the arrays that ZeRO divides.
+            resting: computes the seconds of the workload's operators, and the bytes and
+                gathers of the arrays that ZeRO divides, as if each stage ran the whole
+                model.
         """
         self._resting, self._prices = resting, resting.prices
         self._question, self._columns = self._prices.question, self._prices.columns
@@ -142,6 +145,8 @@ class Staged:
         self, division: ShardingAssignment, space: Space, rows: np.ndarray
     ) -> StepCost:
         """Computes the base seconds (`StepCost`) of candidates that share a division.
+
+        Base seconds are those by the catalog's figures, before scalars multiply them.
 
         Args:
             division: which axes divide which dims on the devices of a stage.
@@ -190,11 +195,12 @@ class Staged:
         zero: np.ndarray,
         num: np.ndarray,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Computes the base seconds per step of each part of the model.
+        """Computes the base seconds of forward and backward, by part of the model.
 
         Base seconds are those by the catalog's figures, before scalars multiply them.
-        The parts (`PARTS`) are the operators before the layers, the layers, and the
-        operators after the layers.
+        They are for all microbatches of a step, on devices that run the whole part. The
+        parts (`PARTS`) are the operators before the layers, the layers, and the
+        operators after the layers. The update is left out.
 
         Args:
             division: which axes divide which dims.
@@ -203,9 +209,11 @@ class Staged:
             num: the number of stages of each candidate.
 
         Returns:
-            Seconds by kind of work (`STAGE_SCALES`), without sends; float [candidates,
-            parts, 6]. And seconds of collectives of gradients and parameters, on fast
-            links and on networks (`LINK_SCALES`); float [candidates, parts, 2].
+            Two arrays. Seconds of computing and of collectives of activations, with a
+            column for each of `STAGE_SCALES`; that of sends between stages is 0; float
+            [candidates, parts, 6]. And seconds of collectives of gradients and
+            parameters, on fast links and on networks (`LINK_SCALES`); float
+            [candidates, parts, 2].
         """
         ways = self._prices.priced_ops(division)
         staged = (num > 1).any()
@@ -261,9 +269,10 @@ class Staged:
         """Computes the seconds per step of collectives that reduce gradients.
 
         Args:
-            alone: seconds of collectives that are sent one by one, by part of the model
-                (position in `PARTS`) and mesh axes.
-            together: bytes of combined collectives, by part of the model.
+            alone: seconds per step of collectives that are sent one by one, by part of
+                the model (position in `PARTS`) and mesh axes.
+            together: bundles (combined collectives) of each part of the model, with
+                their bytes each time they are sent.
             points: index of each candidate's point (mesh and number of microbatches).
             zero: ZeRO level of each candidate.
 
@@ -360,14 +369,18 @@ class Staged:
         return np.stack([np.where(far, 0.0, seconds), np.where(far, seconds, 0.0)], -1)
 
     def _parts_of(self, ways: Sequence[PricedOp]) -> list[tuple[float, ...]]:
-        """Computes which share of each group of operators each part of the model has.
+        """Computes the shares of each group of operators in the parts of the model.
 
         The parts (`PARTS`) are the operators before the layers, the layers, and the
-        operators after them. The shares are by executions; for cheap operators, which
-        kernels fuse, by bytes.
+        operators after them. The share is the number of the group's executions in the
+        part, divided by all its executions. For a group of operators that XLA fuses
+        (`CHEAP`, such as elementwise ones), bytes are counted instead of executions.
 
         Args:
             ways: the groups of operators, with their prices.
+
+        Returns:
+            For each group the share of each part, in the order of `PARTS`.
         """
         graph, parts = self._question.graph, self._layers.parts
         found: list[tuple[float, ...]] = []
@@ -436,10 +449,11 @@ class Staged:
         return found
 
     def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
-        """Computes the seconds per step of a stage's sends; float [points].
+        """Computes the seconds per step that a stage sends to its neighbors.
 
-        A point is a mesh and a number of microbatches. The seconds are for one virtual
-        stage (group of layers) per stage.
+        These are the sends of activations to the next stage, and of gradients to the
+        one before, if each stage has one virtual stage (group of layers). The result is
+        float [points]; a point is a mesh and a number of microbatches.
         """
         messages = [
             Message(sent=one, repeats=((MICRO,),))

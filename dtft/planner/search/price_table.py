@@ -1,7 +1,9 @@
 """Prices operators for many candidates at once; equal cases are priced once.
 
-A quantity that depends on the sizes of few mesh axes is evaluated once for all
-candidates with equal sizes of these axes (a case), and looked up for each candidate.
+The prices of an operator are its seconds of computing, and the seconds and bytes of its
+collectives. A quantity that depends on the sizes of few mesh axes is evaluated once for
+all candidates with equal sizes of these axes (a case), and looked up for each
+candidate.
 """
 
 import itertools
@@ -56,9 +58,10 @@ The number of members of a group on a level of the fabric may be a fraction."""
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cases:
-    """A partition of points into cases: points of a case agree in some properties.
+    """A partition of points into cases, such as points with equal sizes of some axes.
 
-    A point is a mesh (with the order of its axes) and a number of microbatches.
+    A point is a mesh (with the order of its axes) and a number of microbatches. The
+    points of a case agree in the properties that a quantity depends on.
     """
 
     first: np.ndarray
@@ -71,12 +74,12 @@ class Cases:
 
 
 class Columns:
-    """The points of a space: its distinct pairs of mesh (with order) and microbatches.
+    """The points of a space: its distinct pairs of mesh and number of microbatches.
 
-    For a given division of dims by axes, the work of a device in forward, backward and
-    update depends on the point alone. If a new setting of plans changes the work of
-    operators, it becomes one more column here. `search` adds the effects of all other
-    settings.
+    Meshes that differ only in the order of their axes on the fabric are distinct. The
+    work of a device in its operators depends only on the point and on the division of
+    dims by axes. A new knob that changes this work must become a part of the point.
+    `search` adds the effects of all other knobs.
     """
 
     def __init__(self, pool: Pool, space: Space) -> None:
@@ -118,11 +121,10 @@ class Columns:
         return self._parts[axes]
 
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
-        """Finds the devices that communicate along some axes, for each point.
+        """Finds the device group of a collective over some axes, for each point.
 
-        A point is a mesh and a number of microbatches. The devices of a collective over
-        the axes (a group) are given by the number of members on each level of the
-        fabric.
+        A point is a mesh and a number of microbatches. A group is the number of members
+        that the devices of a collective have on each level of the fabric.
 
         Args:
             axes: the axes of the collective.
@@ -136,7 +138,9 @@ class Columns:
         return self._lies[axes]
 
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
-        """Finds the device groups along each of several sets of axes (`lies`).
+        """Finds the device groups of collectives over each of several sets of axes.
+
+        Does the same as `lies`, with one numbering of the groups of all sets.
 
         Args:
             several: the sets of axes; not empty.
@@ -178,19 +182,20 @@ class Columns:
         return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
-        """Partitions the points (meshes with a number of microbatches) into cases.
+        """Makes cases of points at which quantities are divided by equal numbers.
 
-        All points of a case have the same product of the sizes of each set of axes.
+        A point is a mesh and a number of microbatches. Two points are in one case if
+        for each set of axes in `divisors` the product of their sizes is equal.
         """
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
 
     def sending(self, axes: Axes, divisors: Iterable[Axes]) -> Cases:
-        """Partitions the points (meshes with a number of microbatches) into cases.
+        """Makes cases of points at which a collective takes equally long.
 
-        All points of a case have the same product of the sizes of each set of axes in
-        `divisors`, and devices that communicate over `axes` lie alike on the fabric
-        (`lies`).
+        A point is a mesh and a number of microbatches. Two points are in one case if
+        for each set of axes in `divisors` the product of their sizes is equal, and if a
+        collective over `axes` has equally many members on each level of the fabric.
         """
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
@@ -305,7 +310,11 @@ Repeats = tuple[Axes, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A collective to be priced, and how often it is sent in a step (`repeats`)."""
+    """A collective whose seconds are computed.
+
+    `repeats` is `((MICRO,),)` for a collective that is sent for each microbatch, () for
+    one that is sent once in a step.
+    """
 
     sent: CollectiveOp
     repeats: Repeats
@@ -328,7 +337,8 @@ class Rates:
         """Starts with an empty cache.
 
         Args:
-            columns: the points (meshes with a number of microbatches) to price at.
+            columns: the points (meshes with a number of microbatches) for which seconds
+                are computed.
         """
         self.columns = columns
         self._computing: dict[Hashable, Table] = {}
@@ -336,14 +346,15 @@ class Rates:
         self._axes_used: dict[Axes, np.ndarray] = {}
 
     def repeats(self, repeats: Repeats) -> Table:
-        """Computes how often work is repeated per step: the product of axis sizes.
+        """Computes how often work is done in a step, for each point.
 
-        The result has a partition of the points (meshes with a number of microbatches)
-        into cases, and the number of repeats for each case.
+        This is the number of microbatches, or 1. The result has a partition of the
+        points (meshes with a number of microbatches) into cases, and the number of
+        executions for each case.
 
         Args:
-            repeats: the axes: `((MICRO,),)` for work of each microbatch, () for work
-                that is done once.
+            repeats: `((MICRO,),)` for work that is done for each microbatch, () for
+                work that is done once in a step.
         """
         cases = self.columns.divided(repeats)
         times = np.ones(len(cases.first))
@@ -360,19 +371,22 @@ class Rates:
         cold: bool,
         moved: float,
     ) -> Table:
-        """Computes the seconds of an operator on a device, for many points at once.
+        """Computes the seconds per step of an operator on a device, for each point.
 
-        Counts one execution. If microbatches divide the operator's work, counts one
-        execution for each microbatch. The result has a partition of the points (meshes
-        with a number of microbatches) into cases, and the seconds for each case.
+        Counts one execution in a step, or one execution for each microbatch if
+        microbatches divide the operator's work. The result has a partition of the
+        points (meshes with a number of microbatches) into cases, and the seconds for
+        each case.
 
         Args:
             graph: the program with the operator.
-            key: cache key; equal keys and operation counts mean equal work.
-            done: the work of the operator.
+            key: cache key (`Works.pattern`). Operators with equal keys, flops and
+                numbers of strided elements must have equal work.
+            done: the work of a device in one execution of the operator.
             cold: whether the operator reads bytes that are not in a cache of the
                 device; see `computing_s`.
-            moved: bytes that kernels move per byte of operands and results.
+            moved: bytes that the operator's kernels read and write in memory, per byte
+                of its operands and results.
         """
         one = done.operator
         key = key, one.flops, one.special, one.strided, one.turned, cold, moved
@@ -394,10 +408,12 @@ class Rates:
         return self._computing[key]
 
     def sending(self, asked: Sequence[Message]) -> list[Table]:
-        """Computes the seconds of each collective, sent once or once per microbatch.
+        """Computes the seconds per step of each collective, for each point.
 
-        `Message.repeats` says which. Each result has a partition of the points (meshes
-        with a number of microbatches) into cases, and the seconds for each case.
+        If a collective is sent for each microbatch (`Message.repeats`), these are the
+        seconds of all its sends together; otherwise those of its only send. Each result
+        has a partition of the points (meshes with a number of microbatches) into cases,
+        and the seconds for each case.
         """
         alike: dict[object, list[Message]] = defaultdict(list)
         for one in dict.fromkeys(asked):
@@ -410,9 +426,12 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Prices collectives of equal kind, axes and repeats; bytes may differ.
+        """Computes the seconds per step of collectives (`sending`), all at once.
 
-        `Message.meets` and `Message.ahead` may differ, too.
+        The collectives have one kind, the same axes, bytes divided by the same axes,
+        and equal `Message.repeats`. They may differ in their bytes, in whether sync
+        skew is included (`Message.meets`), and in whether computation hides a part of
+        their time (`Message.ahead`).
 
         Yields for each collective a partition of the points into cases, and the seconds
         for each case.
@@ -436,20 +455,18 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Computes the seconds per step of bundles, beyond those that `sending` counts.
+        """Computes the seconds per step of bundles that `sending` does not count.
 
         A bundle is a set of collectives that the compiler may combine. For a bundle
-        sent as one message, the seconds are those of its transfer and its sync skew
-        (devices wait for each other). For a bundle whose arrays are sent one by one,
-        the seconds are those of its sync skew only, because `sending` counts the
-        transfers. A bundle that depends on no computation (`Bundle.ahead`) has no sync
-        skew.
+        that is sent as one message, counts its transfer and its sync skew (seconds that
+        devices wait for each other). For a bundle whose arrays are sent one by one,
+        counts only its sync skew: `sending` counts the transfers. A bundle that depends
+        on no computation (`Bundle.ahead`) has no sync skew.
 
         Args:
-            asked: pairs of bundles and points (meshes with a number of microbatches) to
-                price them at. Each bundle has the bytes of all its arrays each time it
-                is sent. Pricing many pairs at once takes little longer than pricing
-                one.
+            asked: entries to price at once, which is faster than one by one. Each has
+                bundles, with the bytes that a device sends each time, and indices of
+                the points (meshes with a number of microbatches) to price them at.
 
         Returns:
             For each entry of `asked` the seconds on its points; float [points].
@@ -500,8 +517,9 @@ class Rates:
     ) -> list["_Joined"]:
         """Computes the bytes of each bundle (combined collectives) at the given points.
 
-        If two bundles join (`Bundle.joins`) and use the same axes at a point, the first
-        bundle gets the bytes of both at this point, and the second bundle gets 0.
+        If two bundles may be combined (`Bundle.joins`) and use the same axes at a
+        point, the first bundle gets the bytes of both at this point, and the second
+        bundle gets 0.
 
         Args:
             together: the bytes of each bundle each time it is sent.
@@ -538,8 +556,11 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Joined:
-    """The bytes of a bundle (combined collectives) each time it is sent, at given
-    points."""
+    """The bytes of a bundle (combined collectives) each time it is sent, by point.
+
+    `points` has indices of points (meshes with a number of microbatches), `num_bytes`
+    the bytes at each of them.
+    """
 
     bundle: Bundle
     points: np.ndarray
@@ -547,10 +568,10 @@ class _Joined:
 
 
 def repeats_of(done: OperatorWork) -> Repeats:
-    """Returns how often an operator runs in a step, as the axes that repeat it.
+    """Returns whether an operator runs once per microbatch or once per step.
 
-    These are `((MICRO,),)`, once per microbatch, if microbatches divide the operator's
-    work, else (), once.
+    Returns `((MICRO,),)` (once per microbatch) if microbatches divide the operator's
+    work, otherwise () (once per step).
     """
     return ((MICRO,),) if MICRO in done.divided_by else ()
 
@@ -560,7 +581,8 @@ def repeats_of(done: OperatorWork) -> Repeats:
 
 
 GroupKey = tuple[int, PatternKey]
-"""Index of a group in `Workload.groups`, and its `PatternKey` under a division."""
+"""Index of a group in `Workload.groups`, and the part of a division (which axes divide
+which dims) that the work of the group's operator depends on."""
 
 _KNOWN: WeakKeyDictionary[Workload, "Works"] = WeakKeyDictionary()
 
@@ -576,10 +598,11 @@ def works_of(question: Workload) -> "Works":
 
 
 class Works:
-    """The work of a device in each group of operators (`Workload.groups`).
+    """Computes and caches the work of a device in each group of operators.
 
-    Caches the work by division: which mesh axes divide which dims. Groups are given by
-    their index.
+    A group has operators of equal cost, or operators that XLA fuses (`OpGroup`). It is
+    given by its index in `Workload.groups`. The work depends on the division: which
+    mesh axes divide which dims.
     """
 
     def __init__(self, question: Workload) -> None:
@@ -609,12 +632,12 @@ class Works:
         return number, self._instances[number].key(division)
 
     def pattern(self, key: GroupKey) -> tuple[Pattern, PatternKey]:
-        """Returns a key that is equal for groups of like operators, divided alike.
+        """Returns a key that is equal for groups whose operators differ only in dims.
 
         The key is the pattern of the group's operator (the operator with its dims
-        renumbered from 0), and the part of the division that the operator's work
-        depends on. Groups with equal keys may still have different dims and numbers of
-        operations.
+        renumbered from 0), and the part of the division that its work depends on. So
+        two groups have equal keys only if the same axes divide corresponding dims. The
+        numbers of operations may still differ.
 
         Args:
             key: a group under a division (`key`).
@@ -645,15 +668,19 @@ class Works:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PricedOp:
-    """The prices of a group of operators under one division of their dims by axes."""
+    """Seconds and bytes of a group of operators, for each point.
+
+    They hold for one division of the operators' dims by mesh axes. A point is a mesh
+    and a number of microbatches.
+    """
 
     group: OpGroup
     work: OperatorWork
     computing: Table
     """Seconds per step that each device computes the operators."""
     sending: tuple[Table, ...]
-    """Seconds per step of each collective, as if sent alone. Without sync skew (devices
-    wait for each other) if the collective has a bundle."""
+    """Seconds per step of each collective, as if sent alone. If the collective has a
+    bundle, sync skew (devices wait for each other) is left out."""
     starts: Table
     """The number of operators launched in a step; 0 if they are fused into others."""
     bundles: tuple[tuple[Bundle, Table] | None, ...]
@@ -667,9 +694,10 @@ class PricedOp:
 
 
 class Prices:
-    """Prices of a workload's groups of operators, at each point.
+    """Computes the prices of a workload's groups of operators, for each point.
 
-    A point is a mesh and a number of microbatches.
+    Prices are the seconds of computing, and the seconds and bytes of collectives. A
+    point is a mesh and a number of microbatches.
     """
 
     def __init__(self, question: Workload, rates: Rates) -> None:
@@ -677,7 +705,7 @@ class Prices:
 
         Args:
             question: the workload.
-            rates: the cache of seconds, with the points to price at.
+            rates: the cache of seconds, with the points (`rates.columns`).
         """
         self.question, self.rates, self.columns = question, rates, rates.columns
         self.works = works_of(question)
@@ -761,11 +789,12 @@ class Prices:
     def _bundled(
         self, group: OpGroup, done: OperatorWork, sent: CollectiveOp, cases: Cases
     ) -> tuple[Bundle, Table] | None:
-        """Finds the bundle of a group's collective, and the collective's bytes in it.
+        """Finds the bundle of a group's collective, and the bytes that it adds to it.
 
-        A bundle has collectives that the compiler may combine. Returns None if the
-        collective is sent alone. The bytes are those of all the group's operators each
-        time the bundle is sent, for each case of `cases`.
+        A bundle is a set of collectives that the compiler may combine. Returns None if
+        the collective is sent alone. The bytes, for each case of `cases`, are those
+        that a device sends for all operators of the group each time that the bundle is
+        sent.
         """
         found = self._bundle(group, done, sent)
         if found is None:
@@ -782,15 +811,15 @@ def bundle_of(
     sent: CollectiveOp,
     software: Software = XLA,
 ) -> Bundle | None:
-    """Returns the bundle in which a group's collective is sent; None if sent alone.
+    """Returns the bundle of a group's collective; None if it is sent alone.
 
     A bundle is a set of collectives that the compiler may combine. A collective is sent
     alone if the forward or backward pass waits for it (`OpGroup.last` is false), or if
     XLA never combines its kind.
 
-    Software that sums first (`Software.sums_first`) sends all-reduces of gradients once
-    a step. From ZeRO level 2, it sends a reduce-scatter of the gradients of each
-    microbatch.
+    A collective of an operator that runs for each microbatch is sent for each
+    microbatch. There is one exception: all-reduces, if the software first adds up the
+    gradients of all microbatches on each device (`Software.sums_first`).
 
     Args:
         platform: the platform of the devices, such as `cuda`.
@@ -840,8 +869,11 @@ class Sums:
 def sum_prices(ways: Iterable[PricedOp]) -> Sums:
     """Adds up the prices of a program's groups of operators.
 
-    Operators of the update count as `optimizer`, all others as `compute`. Collectives
-    count as `sending`, as `together`, or as both (see `Sums`).
+    Seconds of the update's operators are added to `optimizer`, those of all others to
+    `compute`. Seconds of collectives that are sent one by one are added to `sending`,
+    bytes of bundles (collectives that the compiler may combine) to `together`. Bundles
+    whose arrays are still sent one by one, as on CPU, are added to both. Collectives of
+    activations are also added to `waited` and `waited_together`.
     """
     totals = Sums(
         compute=Total(),

@@ -1,6 +1,6 @@
-"""Time and memory of candidates, which of them fit, and their ranking.
+"""Priced candidates: their time and memory, which of them fit, and their ranking.
 
-`search` computes the values.
+`search` predicts the time and memory. This module ranks the candidates by them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,9 +46,9 @@ class Priced:
     division: np.ndarray
     """Position in `divisions` of each candidate's division; int [candidates]."""
     idle: np.ndarray
-    """Whether a candidate has an axis that divides almost none (`NEARLY_NONE`)
-    of the work of matmuls, convolutions and kernels, so that some devices repeat the
-    work of others; bool [candidates]."""
+    """Whether a candidate has an axis that divides less than 1 % (`NEARLY_NONE`) of the
+    work of matmuls, convolutions and kernels, so that some devices repeat the work of
+    others; bool [candidates]."""
     host: np.ndarray
     """Bytes of host memory that each device needs; [candidates]."""
     host_capacity: int
@@ -79,7 +79,7 @@ class Priced:
         )
 
     def preferring(self, other: "Priced", rows: np.ndarray) -> "Priced":
-        """Returns the candidates, those in `rows` with the better of two divisions.
+        """Returns all candidates; those in `rows` get the better of two divisions.
 
         The division of `other` is the better one in two cases:
 

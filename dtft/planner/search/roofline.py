@@ -31,7 +31,7 @@ class Sent:
     op: CollectiveOp
     times: float
     ahead: bool = False
-    """Whether the collective waits for no computation (`Bundle.ahead`)."""
+    """Whether the collective waits for no computation, as a prefetched gather."""
 
 
 def roofline(
@@ -47,9 +47,10 @@ def roofline(
     FLOP/s of their dtype, including operators that rematerialization computes again.
     `memory bandwidth` has the bytes that the plan's kernels read and write in memory,
     at the peak bandwidth; bytes from a cache are left out. Each level of links has the
-    bytes of the plan's collectives (`links_at_peak_s`). The link to host memory has the
-    bytes of `host_bytes`. Latency, launches and the bubble of a pipeline are left out;
-    a pipeline has the work of an average stage.
+    bytes that the plan's collectives send through the level, at the links' peak
+    bandwidth. The link to host memory has the offloaded optimizer state. Latency,
+    launches and the bubble of a pipeline are left out; a pipeline has the work of an
+    average stage.
 
     A factor below 1 that was fitted to past runs (`Accuracy.scales`) also multiplies
     the seconds here, except those of the link to host memory. So no resource takes
@@ -57,7 +58,7 @@ def roofline(
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the mesh and the settings beside it.
+        candidate: the mesh and the values of the knobs (other settings).
         division: which axes divide which dims.
         sent: the collectives of a step.
         host_bytes: bytes of optimizer state that a device keeps in host memory.
@@ -92,7 +93,7 @@ def _of_device(
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the mesh and the settings beside it.
+        candidate: the mesh and the values of the knobs (other settings).
         division: which axes divide which dims.
         factors: factors on the seconds of forward and backward pass (`compute`) and of
             the update (`optimizer`).
@@ -125,8 +126,8 @@ def _of_links(
 ) -> dict[str, float]:
     """Computes the seconds per step that the links of each level are busy.
 
-    If computation hides a part of a collective by measurement (`Link.ahead`), this part
-    is left out, as in the prediction.
+    For collectives that wait for no computation, the share that measured links hide
+    behind computation is left out, as in the prediction.
 
     Returns:
         Map from the name of a level's links to seconds. Of levels with equal names, the

@@ -1,14 +1,16 @@
-"""Prices every candidate of a space: seconds and bytes by term.
+"""Prices every candidate of a space: seconds and bytes by term, such as compute.
 
 For each mesh and number of microbatches, the dims that `tensor` divides are selected by
 an exact solver, but as if each collective were sent separately, without overlap with
 computation. The prices then include combined collectives and overlap.
 
-To add a knob (a setting of plans), first add its values to `enumerate_space`. An axis
-that divides examples, positions or other dims is placed in `_base`. A knob that changes
-the work of operators on a device becomes a column of `Columns`. A knob that changes
-only which arrays are kept, gathered or updated is read from the space in `_terms` and
-`_memory`.
+To add a knob (a setting of plans), make `enumerate_space` enumerate its values. Then:
+
+* For an axis of the mesh: add the dims that it divides to `PlanSearch._base`.
+* For a knob that changes the work of operators: make it a part of the points of
+  `Columns`.
+* For a knob that changes only which arrays are kept, gathered or updated: read it from
+  the space in `PlanSearch._terms` and `PlanSearch._memory`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,19 +69,21 @@ def sending_s(
     """Computes the seconds per step of collectives, before overlap with computation.
 
     Counts the collectives of operators and the all-gathers of parameters, but not the
-    sends between pipeline stages. For all-gathers sent one by one ahead of computation,
-    the share that computation hides (`Link.ahead`) is already left out. `cost.added_s`
-    takes the overlap into account.
+    sends between pipeline stages. One overlap is already subtracted: all-gathers that
+    wait for no computation and are sent one by one count without the share of their
+    time that computation hides on measured links. The caller computes all other
+    overlap, with `cost.added_s`.
 
     Args:
-        resting: prices of the gathers of parameters that ZeRO divides.
+        resting: computes the gathers of parameters that ZeRO divides.
         parts: divisions (which axes divide which dims), each with the indices of its
             candidates.
         sums: totals of the operators under each of these divisions.
-        zero: ZeRO level of each candidate.
+        zero: ZeRO level of each candidate of the space.
 
     Returns:
-        For each part the seconds of its candidates; float [candidates of the part].
+        For each entry of `parts` the seconds of its candidates; float [candidates of
+        the entry].
     """
     columns, rates = resting.prices.columns, resting.prices.rates
     found = [np.zeros(len(rows)) for _, rows in parts]
@@ -126,13 +130,13 @@ class PlanSearch:
     """A search that prices the candidates of one workload on one pool."""
 
     def __init__(self, question: Workload, pool: Pool, *, scatters: bool) -> None:
-        """Builds the `Timeline` of the workload; `price` does the pricing.
+        """Prepares the model of the workload's memory; `price` does the pricing.
 
         Args:
             question: the workload.
             pool: a pool of equal devices.
-            scatters: whether the backend has reduce-scatter
-                (`ShardingAssignment.scatters`).
+            scatters: whether the backend has reduce-scatter; if not, it all-reduces,
+                and each device keeps its part of the sum.
         """
         self.question, self.pool, self.scatters = question, pool, scatters
         timeline = Timeline(
@@ -146,6 +150,11 @@ class PlanSearch:
 
     def price(self, space: Space, rates: Rates | None = None) -> Priced:
         """Computes time and memory of every candidate.
+
+        First selects the dims that `tensor` divides so that a step is fastest. If some
+        devices of a candidate then repeat the work of others, also prices the candidate
+        with dims that make `tensor` divide matmuls, convolutions or kernels
+        (`Chooser.choose_busy`), and keeps the better of both.
 
         Args:
             space: the candidates.
@@ -256,7 +265,9 @@ class PlanSearch:
     def works(
         self, division: ShardingAssignment
     ) -> tuple[tuple[OpGroup, OperatorWork], ...]:
-        """Returns each group of operators, with the work of a device in its operator.
+        """Returns the groups of operators of a step, each with the work of one device.
+
+        The work is that in one execution of the operator that represents the group.
 
         Args:
             division: which mesh axes divide which dims.
@@ -313,8 +324,11 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Returns which dims each axis divides, except for the axes `tensor` and
-        `stage`."""
+        """Returns the division without `tensor`, whose dims `Chooser` selects.
+
+        It says which dims the axes of data, sequence and experts divide. The axis
+        `stage` divides no dims.
+        """
         question = self.question
         first = question.weights
         by_expert = bool((space.columns["expert"] > 1).any())
@@ -336,7 +350,10 @@ class PlanSearch:
     def _layouts(
         self, of: np.ndarray, found: Sequence[ShardingAssignment], which: np.ndarray
     ) -> list[Part]:
-        """Returns the divisions of points, each with the indices of its candidates.
+        """Pairs each division with the indices of the candidates that use it.
+
+        If the software divides positions too, adds this to the divisions
+        (`_with_positions`). Candidates whose point has no division are left out.
 
         Args:
             of: the point (mesh and number of microbatches) of each candidate.
@@ -349,10 +366,10 @@ class PlanSearch:
         return [(one, np.flatnonzero(at == n)) for n, one in enumerate(found)]
 
     def _with_positions(self, division: ShardingAssignment) -> ShardingAssignment:
-        """Returns a division in which `tensor` divides positions (of tokens) too.
+        """Adds to a division that `tensor` divides positions (of tokens).
 
-        `tensor` divides the positions of an array only if it divides no other dim of
-        the array (`Software.splits_positions`).
+        `tensor` divides the positions only in arrays of which it divides no other dim
+        (`Software.splits_positions`).
         """
         question = self.question
         positions = set(question.sequence_dims)
@@ -369,12 +386,13 @@ class PlanSearch:
         return replace(division, axes=axes, first=first)
 
     def _staged(self, resting: Resting, space: Space) -> Staged | None:
-        """Returns the prices of candidates with pipeline stages; None if not needed.
+        """Makes the object that prices pipeline stages; None if it is not needed.
 
-        They are needed if a candidate has several stages or the software is not XLA.
+        It is needed if a candidate has several stages or the software is not XLA.
 
         Args:
-            resting: prices of the operators and of the arrays that ZeRO divides.
+            resting: computes the seconds of operators, and the bytes and gathers of the
+                arrays that ZeRO divides.
             space: the candidates.
         """
         if (space.columns["stage"] > 1).any() or self.question.software != XLA:
@@ -382,15 +400,17 @@ class PlanSearch:
         return None
 
     def _priced(self, space: Space) -> tuple[Prices, Resting, Staged]:
-        """Prices operators, state and pipeline stages for the meshes of a space."""
+        """Makes the objects that price operators, state and stages of a space."""
         prices = Prices(self.question, Rates(Columns(self.pool, space)))
         resting = Resting(prices)
         return prices, resting, Staged(resting)
 
     def step_cost(self, space: Space) -> StepCost:
-        """Computes the base seconds of every candidate, which scalars multiply.
+        """Computes the base seconds of every candidate.
 
-        Base seconds are those by the catalog's figures of devices and links.
+        Base seconds are those by the catalog's figures of devices and links. To predict
+        a step, `StepCost.terms` multiplies them by scalars (`Scales`), which are fitted
+        to measured steps.
 
         Args:
             space: the candidates.
@@ -409,7 +429,8 @@ class PlanSearch:
         """Computes the bytes on a device of every candidate, by term.
 
         The terms are those of `ranking.MEMORY`, without `reserve`, the share of a
-        device's memory that plans leave free.
+        device's memory that plans leave free. Offload is ignored: the optimizer state
+        counts as if it were on the device.
 
         Args:
             space: the candidates.
@@ -428,11 +449,10 @@ class PlanSearch:
     def _staged_terms(
         self, staged: Staged, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields for each part (a division and its candidates) the seconds by term.
+        """Yields the seconds by term, for pipelines and software other than XLA.
 
-        A division says which axes divide which dims. Unlike `_terms`, covers pipeline
-        stages and software other than XLA, and has the term `bubble` (waiting for other
-        stages).
+        Otherwise does the same as `_terms`, with one more term: `bubble`, the seconds
+        of waiting for other stages.
         """
         for division, rows in parts:
             found = staged.cost(division, space, rows).terms(Scales().vector())
@@ -447,11 +467,12 @@ class PlanSearch:
     def _terms(
         self, resting: Resting, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields for each part (a division and its candidates) the seconds by term.
+        """Yields the seconds by term of the candidates of each division.
 
-        A division says which axes divide which dims. The terms are compute,
-        collectives, optimizer and launch. Each has the seconds per step of the part's
-        candidates.
+        `parts` has pairs of a division (which axes divide which dims) and the indices
+        of its candidates. Yields a map for each pair, from a term (compute,
+        collectives, optimizer, launch) to seconds per step; float [candidates of the
+        pair].
         """
         ways = resting.prices.priced_ops
         sums = [price_table.sum_prices(ways(division)) for division, _ in parts]

@@ -29,7 +29,10 @@ from dtft.planner.search.elimination import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pruned:
-    """A problem without its dominated values (`prune`)."""
+    """A problem without its dominated values.
+
+    A value is dominated if another value never costs more (`prune`).
+    """
 
     problem: CostProblem
     """The problem with the values that stay, renumbered."""
@@ -83,8 +86,11 @@ def prune(problem: CostProblem) -> Pruned:
 
 
 def _by_value(costs: np.ndarray, place: int) -> np.ndarray:
-    """Returns costs as a matrix: a row for each value of the variable at position
-    `place`, a column for each combination of the other variables' values."""
+    """Returns costs as a matrix with a row for each value of one variable.
+
+    The variable is dim `place` of `costs`. A column has a combination of the values of
+    the other variables.
+    """
     return np.moveaxis(costs, place, 0).reshape(costs.shape[place], -1)
 
 

@@ -1,9 +1,9 @@
 """The space of candidates as columns: meshes, orders of axes on the fabric, and knobs.
 
-A knob is a setting of a plan beside the mesh, such as the ZeRO level. `CAPABILITIES`
-declares which knobs can be run with each entry (`dtft.plan` with `step=` or `loss=`) on
-each backend. Only a what-if search also prices knobs that cannot be run. The code that
-runs a plan checks the plan against `CAPABILITIES`.
+A knob is a setting of a plan other than its mesh, such as the ZeRO level.
+`CAPABILITIES` declares which knobs can be run with each entry (`dtft.plan` with `step=`
+or `loss=`) on each backend. Only a what-if search also prices knobs that cannot be run.
+The code that runs a plan checks the plan against `CAPABILITIES`.
 """
 
 from collections.abc import Mapping
@@ -108,7 +108,7 @@ def unsupported(
             `dtft.train.make_step`.
         backend: JAX's backend.
         mesh: map from an axis to its size.
-        knobs: the settings beside the mesh.
+        knobs: the settings other than the mesh.
 
     >>> unsupported("step", "cpu", {"replica": 8}, Knobs(microbatches=4))
     ('microbatches=4: entry step on cpu runs microbatches=1',)
@@ -217,8 +217,8 @@ class Choices:
     batch: int
     """Samples in a step."""
     divides: Mapping[str, tuple[int, ...]]
-    """Map from an axis to search to the array sizes that its size must divide; ()
-    allows any."""
+    """For each axis that is searched, the array sizes that the size of the axis must
+    divide; () allows any size."""
     data_axes: tuple[str, ...] = ("replica", "fsdp")
     """Axes that divide the batch; an axis that is not searched has size one."""
     levels: tuple[int, ...] = ()
@@ -235,6 +235,8 @@ class Choices:
     """ZeRO levels to search. Levels above 0 divide over `fsdp`: a mesh has an axis
     `fsdp` larger than one exactly if its level is above 0."""
     memory: MemoryFloor | None = None
+    """Lower bound of the memory of a candidate, by which candidates are left out; None
+    leaves out none."""
     fewer: tuple[int, ...] | None = ()
     """Smaller numbers of devices to search too, besides all devices and the number
     that the batch may require (`MeshRules.fewer`). With None, `decision` keeps only
@@ -258,7 +260,7 @@ class Choices:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """The number of candidates that one rule of the enumeration left.
+    """The number of candidates that remained after one rule of the enumeration.
 
     Before the rule there were `of` candidates (or meshes), and `left` of them passed
     the rule. For a rule that only adds or combines candidates, both fields are the
@@ -373,7 +375,10 @@ class Space:
         return replace(self, columns=columns)
 
     def joined(self, other: "Space") -> "Space":
-        """Returns these candidates, followed by others that have the same `orders`."""
+        """Returns these candidates, followed by those of `other`.
+
+        Both must have the same `orders`, the orders of axes on the fabric.
+        """
         columns = {
             name: np.concatenate([column, other.columns[name]])
             for name, column in self.columns.items()

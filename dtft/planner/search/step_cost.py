@@ -1,10 +1,11 @@
 """Computes the seconds of a step from base seconds and scalars that multiply them.
 
 `StepCost` has the base seconds of candidates: the seconds by the catalog's figures of
-devices and links, for one microbatch on each kind of stage and for a whole step.
-`Scales` has the scalars, one per kind of work or link. The scalars are fitted to
-measured steps, and a fit computes the base seconds of each step only once. `pipeline`
-computes the base seconds from the prices of operators.
+devices and links. Stages of a pipeline with equal work are one kind of stage; some of
+the seconds are for one microbatch on each kind, the others for a whole step. `Scales`
+has the scalars, one per kind of work or link. The scalars are fitted to measured steps,
+and a fit computes the base seconds of each step only once. `pipeline` computes the base
+seconds from the prices of operators.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,11 @@ class Scales:
     the launch time of the device, and a host that runs Python between layers is
     slower."""
     fast_link: float = 1.0
-    """Factor on collectives inside a host."""
+    """Factor on collectives that use no InfiniBand or Ethernet, such as those inside a
+    host."""
     network: float = 1.0
-    """Factor on collectives between hosts; other jobs use the network too."""
+    """Factor on collectives that use InfiniBand or Ethernet, as between hosts; other
+    jobs use the network too."""
     next_stage: float = 1.0
     """Factor on sends to the next pipeline stage, inside or between hosts."""
 
@@ -57,13 +60,15 @@ class Scales:
 
 
 NETWORKS: tuple[LinkKind, ...] = ("InfiniBand", "Ethernet")
-"""Links of `Scales.network`; all others have `Scales.fast_link`."""
+"""Kinds of links that are networks: `Scales.network` multiplies the seconds of their
+collectives, and `Scales.fast_link` those of all other links."""
 _SCALE = {name: number for number, name in enumerate(Scales.names())}
 _NEAR, _FAR = "fast_link", "network"
 STAGE_SCALES = ("matmul", "memory", "launch", _NEAR, _FAR, "next_stage")
-"""Columns of `StepCost.stages`, each named as its scalar."""
+"""Columns of `StepCost.stages`, each named as the scalar that multiplies it."""
 LINK_SCALES = (_NEAR, _FAR)
-"""Columns of collectives, each named as its scalar."""
+"""Columns of `StepCost.behind` and `StepCost.state`, each named as the scalar that
+multiplies it."""
 STEP_TERMS = (
     "matmul", "elementwise", "launch", "tensor", "pipeline", "data", "optimizer",
     "bubble",
@@ -72,14 +77,15 @@ STEP_TERMS = (
 launches; collectives of activations; sends to the next stage and back; collectives of
 gradients and parameters; the optimizer update; and waiting for other stages."""
 COLLECTIVE_TERMS = ("tensor", "pipeline", "data")
-"""The terms of `STEP_TERMS` that `Accuracy.errors` has as `collectives`."""
+"""The terms of `STEP_TERMS` that are seconds of collectives; a prediction has one
+relative error for their sum, and one for the sum of all other terms."""
 
 
 def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
     """Sums the terms of a step into `compute` and `collectives`.
 
-    `collectives` has the terms in `COLLECTIVE_TERMS`, `compute` all others.
-    `Accuracy.errors` has one error for each of these two sums.
+    `collectives` has the terms in `COLLECTIVE_TERMS`, `compute` all others. A
+    prediction has one relative error (`Accuracy.errors`) for each of these two sums.
 
     >>> terms_of_accuracy({"matmul": 3.0, "data": 0.5, "bubble": 1.0})
     {'compute': 4.0, 'collectives': 0.5}
@@ -93,10 +99,11 @@ def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Base seconds of a step (by the catalog's figures), for many candidates.
+    """Base seconds of a step, for many candidates.
 
-    `terms` multiplies the base seconds by scalars. The first dim of each array has one
-    row per candidate.
+    Base seconds are those by the catalog's figures of devices and links. `terms`
+    multiplies them by scalars (`Scales`). The first dim of each array has one entry per
+    candidate.
     """
 
     stages: np.ndarray
@@ -123,8 +130,9 @@ class StepCost:
     overlap_share: np.ndarray
     """The share of computation that collectives can overlap, [rows]."""
     order: np.ndarray
-    """Pairs (t, c), float [rows, pairs, 2]: the share t of the computation can hide no
-    more than the share c of the collectives `behind` (`ir.read_order`)."""
+    """Pairs (t, c), float [rows, pairs, 2]: the share c of the collectives in `behind`
+    can be hidden only by the share t of the computation. They are the collectives of
+    the parameters that the forward pass reads first (`ir.read_order`)."""
 
     def terms(self, scales: np.ndarray) -> dict[str, np.ndarray]:
         """Computes the seconds of a step by term (`STEP_TERMS`), for each candidate.
@@ -176,15 +184,18 @@ class StepCost:
         return np.add.reduce(list(self.terms(scales).values()))
 
     def _exposed(self, behind: np.ndarray, computing: np.ndarray) -> np.ndarray:
-        """Computes the seconds that collectives add to the computation that hides them.
+        """Computes by how much overlapped collectives lengthen the computation.
 
-        The result is the part of the collectives that computation cannot hide, plus the
-        slowdown of the computation that hides the rest (`cost.added_s`). Overlap and
-        slowdown are those of each candidate; float [candidates, kinds of stages].
+        The result is the seconds of collectives that computation cannot hide, plus the
+        seconds by which the hidden collectives slow computation down (`cost.added_s`).
+        Uses each candidate's own limits of overlap (`overlap_share`, `order`).
 
         Args:
-            behind: seconds of the collectives alone; [candidates, kinds of stages].
-            computing: seconds of the computation alone; the same shape.
+            behind: seconds of the collectives alone, of one microbatch.
+            computing: seconds of the computation alone, of one microbatch.
+
+        Returns:
+            Seconds; like both arguments float [candidates, kinds of stages].
         """
         overlapped = self.overlap_share[:, None] * computing
         t, c = self.order[:, None, :, 0], self.order[:, None, :, 1]
@@ -197,9 +208,9 @@ class StepCost:
 def stack(costs: Sequence[StepCost]) -> StepCost:
     """Concatenates the candidates of several `StepCost` objects into one.
 
-    The result has as many kinds of stages as the object with the most. Missing kinds
-    have zero stages. Missing pairs of `StepCost.order` are (0, 0), which
-    does not change the seconds that computation hides.
+    Arrays of an object with fewer kinds of stages, or fewer pairs in `StepCost.order`,
+    are padded with zeros. A padded kind has no stages, and a padded pair limits
+    nothing, so the seconds of a candidate do not change.
     """
     kinds = max(cost.counts.shape[1] for cost in costs)
     pairs = max(cost.order.shape[1] for cost in costs)

@@ -38,9 +38,9 @@ def candidates(question: Workload) -> tuple[int, ...]:
     These are the weight dims of matmuls and convolutions. A dim that several equal
     layers have is returned once, as the dim that represents it (`Workload.root`).
 
-    Excludes dims of examples and positions, which other axes divide, and dims of loops,
-    which no axis divides. Also excludes dims that only intermediate values have, such
-    as positions sliced from those of the batch.
+    Excludes dims that index examples or positions (of tokens), which other axes divide,
+    and dims that loops slice, which no axis divides. Also excludes dims that only
+    intermediate values have, such as positions sliced from those of the batch.
     """
     graph = question.graph
     allowed = question.weight_dims.difference(
@@ -64,7 +64,7 @@ divide; candidates with an axis below this share count as idle."""
 
 
 def busy_axes(ways: Sequence[PricedOp]) -> set[str]:
-    """Returns the axes that divide at least `NEARLY_NONE` of the work of a program.
+    """Returns the axes that divide at least the share `NEARLY_NONE` of the work.
 
     The work is the operations of matmuls, convolutions and kernels such as attention.
     If the program has none of these, all operators count.
@@ -98,11 +98,11 @@ class Chooser:
     def __init__(
         self, prices: Prices, base: ShardingAssignment, axis: str, dims: Sequence[int]
     ) -> None:
-        """Prices the operators for each choice of dims.
+        """Prices each operator for each subset of its dims that the axis may divide.
 
         Args:
-            prices: prices of the program's operators.
-            base: dims that the other axes divide; `axis` does not divide these dims.
+            prices: computes the prices of the program's operators.
+            base: which other axes divide which dims; `axis` divides none of these dims.
             axis: the axis whose dims are selected.
             dims: dims that the axis may divide (`candidates`) if their sizes allow it.
         """
@@ -132,8 +132,9 @@ class Chooser:
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
         """Finds the dims that make a step fastest if the axis must not be idle.
 
-        The axis must divide one or more of the dims whose division alone divides at
-        least `NEARLY_NONE` of the work of matmuls, convolutions and kernels.
+        The axis must divide at least one heavy dim. A dim is heavy if dividing only
+        this dim divides at least 1 % (`NEARLY_NONE`) of the operations of matmuls,
+        convolutions and kernels.
 
         Args:
             points: indices of the points (meshes with a number of microbatches).
@@ -141,7 +142,7 @@ class Chooser:
         Returns:
             The distinct divisions (which axes divide which dims), and the index of the
             division of each of the points, int [points given]; -1 if the axis can
-            divide none of these dims.
+            divide no heavy dim at the point.
         """
         heavy, missing = self._heavy, np.full(len(points), -1)
         if not heavy:
@@ -160,9 +161,10 @@ class Chooser:
 
     @cached_property
     def _problem(self) -> CostProblem:
-        """The cost problem: variable 0 is the case, the others are the dims.
+        """The cost problem, whose costs are the seconds of a step.
 
-        A case is a set of points of equal costs. The variable of a dim is 1 if the axis
+        Variable 0 is the index of the case, a set of points (meshes with a number of
+        microbatches) with equal costs. Each other variable is a dim: 1 if the axis
         divides the dim, else 0.
         """
         number = {dim: 1 + place for place, dim in enumerate(self._dims)}
@@ -179,8 +181,11 @@ class Chooser:
 
     @cached_property
     def _heavy(self) -> list[int]:
-        """The variables of the dims whose division alone divides at least `NEARLY_NONE`
-        of the work of matmuls, convolutions and kernels."""
+        """The variables (in `_problem`) of the heavy dims.
+
+        A dim is heavy if dividing only this dim divides at least 1 % (`NEARLY_NONE`) of
+        the operations of matmuls, convolutions and kernels.
+        """
         divided = dict.fromkeys(self._dims, 0.0)
         for scope, choices in self._costs_of.items():
             for place, dim in enumerate(scope):
@@ -213,11 +218,12 @@ class Chooser:
         return divisions, which.ravel()
 
     def _tables(self, free: Sequence[int]) -> Tables:
-        """Prices the operators for each choice of dims that the axis divides.
+        """Prices each operator for each subset of its dims that the axis may divide.
 
-        The result has the operators with their prices, by their dims in `free`, then by
-        which of these dims the axis divides (0 or 1 for each). Operators without a dim
-        in `free` are left out.
+        The result maps a tuple of dims in `free` to a second map. Its keys have 1 for
+        each of these dims that the axis divides, else 0. Its values are the priced
+        groups of operators that have exactly these dims of `free`. Operators without a
+        dim in `free` are left out.
 
         Args:
             free: the dims that the axis may divide.
@@ -239,11 +245,10 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """Returns the partitions of the points that determine the costs in the tables.
+        """Returns partitions of the points by what the costs in the tables depend on.
 
-        A point is a mesh and a number of microbatches. Points that are in one case
-        (part) of each of these partitions have equal costs and an equal size of the
-        axis.
+        A point is a mesh and a number of microbatches. Two points that share a case in
+        each of the partitions have equal costs, and the axis has the same size in both.
         """
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
@@ -295,14 +300,15 @@ class Chooser:
 
 
 def _with_any(problem: CostProblem, variables: Sequence[int]) -> CostProblem:
-    """Returns a problem in which at least one of some variables with 2 values is 1.
+    """Adds to a problem the constraint that at least one of some variables is 1.
 
-    A chain of new variables says whether any variable up to a place is 1. Factors over
-    two or three variables keep the tables of an elimination small.
+    For each of the variables but the first, adds a variable that is 1 if this variable
+    or one before it in the list is 1. So the new factors have at most three variables,
+    and the tables of an elimination stay small.
 
     Args:
         problem: the problem.
-        variables: one or more of its variables.
+        variables: one or more of its variables, each with two values.
     """
     any_so_far, factors, sizes = variables[0], list(problem.factors), problem.sizes
     for variable in variables[1:]:
@@ -318,15 +324,17 @@ def _with_any(problem: CostProblem, variables: Sequence[int]) -> CostProblem:
 def _costs(
     choices: Mapping[tuple[int, ...], list[PricedOp]], alike: Cases
 ) -> np.ndarray:
-    """Adds up the seconds of operators with the same dims; float [2, ..., 2, cases].
-
-    The result has one dim of size 2 (0: undivided, 1: divided) for each dim of the
-    operators that the axis may divide. A case is a set of points (meshes with a number
-    of microbatches) of equal costs.
+    """Adds up the seconds per step of operators with the same dims.
 
     Args:
-        choices: map from the choice of divided dims to the operators with their prices.
-        alike: the cases.
+        choices: an entry of `Tables`: map from a 0 or 1 for each dim (1 if the axis
+            divides the dim) to the priced operators.
+        alike: a partition of the points (meshes with a number of microbatches) into
+            cases of equal costs.
+
+    Returns:
+        Float [2, ..., 2, cases], with one dim of size 2 for each dim of the operators
+        that the axis may divide.
     """
     shape = (2,) * len(next(iter(choices)))
     costs = np.zeros((*shape, len(alike.first)))

@@ -109,21 +109,21 @@ class _Listed:
 
     @property
     def ahead(self) -> bool:
-        """Whether the collective waits for no computation (`Bundle.ahead`)."""
+        """Whether the collective waits for no computation, as a prefetched gather."""
         return self.bundle is not None and self.bundle.ahead
 
 
 def _collectives(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> list[_Listed]:
-    """Lists the collectives of a step: of operators, of arrays, and between stages.
+    """Lists a step's collectives: of operators, gathers of state, and between stages.
 
-    For a pipeline, lists the collectives of an average stage and its sends to other
-    stages.
+    The gathers of state are those of parameters that ZeRO divides. For a pipeline,
+    lists the collectives of an average stage and its sends to other stages.
 
     Args:
         search: the search, with the program and the devices.
-        candidate: the mesh and the settings beside it.
+        candidate: the mesh and the values of the knobs (other settings).
         division: which axes divide which dims.
     """
     return [
@@ -136,10 +136,7 @@ def _collectives(
 def _merged(
     search: PlanSearch, candidate: SearchCandidate, found: Iterable[_Listed]
 ) -> tuple[Collective, ...]:
-    """Merges equal collectives with the same description (`Collective.where`).
-
-    The result is in descending order of the bytes per step.
-    """
+    """Merges equal collectives (`_counted`); the most bytes per step are first."""
     speeds = MeshSpeeds(pool=search.pool, mesh=candidate.mesh)
     made = _counted(found, speeds, _sizes(candidate))
     return tuple(sorted(made, key=lambda c: -c.num_bytes * c.trips))
@@ -207,10 +204,10 @@ def _between_stages(
 def _counted(
     found: Iterable[_Listed], speeds: MeshSpeeds, sizes: Sizes
 ) -> Iterator[Collective]:
-    """Merges equal collectives with the same description (`where`).
+    """Merges collectives of the same kind, axes, bytes and description (`where`).
 
-    Adds up how often they are sent and their seconds. Leaves out collectives whose axes
-    all have size one.
+    Adds up how often they are sent in a step, and their seconds per step. Leaves out
+    collectives whose axes all have size one.
 
     Args:
         found: the collectives.
@@ -355,13 +352,14 @@ def real(spec: Spec, mesh: Container[str]) -> Spec:
 def constraints(
     graph: Graph, division: ShardingAssignment, mesh: Mapping[str, int]
 ) -> dict[int, Spec]:
-    """Returns specs for results of operators, by the operator's index in the program.
+    """Returns the specs to which a plan constrains the results of operators.
 
-    Covers the first result of every operator that a compiler does not fuse (whose kind
-    is not in `CHEAP`), if the result is not a scalar. Operators inside of a shard_map
-    are left out, because a constraint is not allowed there. At ZeRO levels 2 and 3, a
-    gradient from the backward pass of a user's step is divided as level 3 divides its
-    parameter (`ShardingAssignment.rest`).
+    Maps the index of an operator in the program to the spec of its first result. Covers
+    every operator that a compiler does not fuse (whose kind is not in `CHEAP`), if the
+    result is not a scalar. Operators inside of a shard_map are left out, because a
+    constraint is not allowed there. At ZeRO levels 2 and 3, a gradient from the
+    backward pass of a user's step is divided as level 3 divides its parameter
+    (`ShardingAssignment.rest`).
     """
     found = {}
     for number, operator in enumerate(graph.operators):
@@ -417,7 +415,7 @@ def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:
 
 
 def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
-    """Lists the best candidates and every baseline, in the order of the ranking.
+    """Lists the `num_ranked` best candidates and every baseline, best first.
 
     A baseline is a mesh of a common rule of thumb. Leaves out candidates with idle
     devices unless the best candidate has idle devices, because candidates with idle

@@ -7,9 +7,10 @@ message have the latency of a single collective.
 
 Observed with jax 0.10.2: the GPU compiler combines all-reduces, all-gathers and
 reduce-scatters up to 30 MiB. The CPU compiler combines all-reduces too, but its runtime
-sends each array separately (`AllReduceThunk` of XLA). This saves only synchronization:
-devices wait for each other once for all of the arrays (`Link.meeting`). Collectives in
-a chain of dependencies, such as the sums of activations, are never combined.
+sends each array separately (`AllReduceThunk` of XLA). So on CPU, combining saves only
+synchronization: devices wait for each other once for all of the arrays
+(`Link.meeting`). Collectives in a chain of dependencies, such as the sums of
+activations, are never combined.
 """
 
 from collections.abc import Hashable, Mapping
@@ -57,10 +58,10 @@ class Bundle:
     each other."""
 
     def on(self, sizes: Sizes) -> "Bundle":
-        """Returns the bundle without the properties that have no effect on a mesh.
+        """Returns the bundle as it is on a mesh, to compare it with other bundles.
 
-        Axes of size one are left out. `repeated` is false with one microbatch. Two
-        bundles for which the results are equal are combined on this mesh.
+        Leaves out axes of size one. Sets `repeated` to false if there is only one
+        microbatch. XLA combines two bundles on the mesh if their results are equal.
 
         Args:
             sizes: map from an axis to its size; `MICRO` has the number of microbatches.
@@ -70,11 +71,11 @@ class Bundle:
         return replace(self, axes=axes, repeated=repeated)
 
     def joins(self, other: "Bundle") -> bool:
-        """Returns whether there may be a mesh on which two bundles are combined.
+        """Returns whether XLA combines two bundles on some mesh.
 
-        This is so if both have the same kind of collective, `place` (in the program)
-        and `times` (how often they are sent). The bundles are combined on a mesh where
-        `on` makes them equal.
+        Returns True if both have the same kind of collective, the same `place` and the
+        same `times`. XLA combines them on the meshes for which their results of `on`
+        are equal.
         """
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)

@@ -1,9 +1,9 @@
-"""Groups operators that differ only in their dims, to partition each pattern once.
+"""Groups operators that differ only in the numbers of their dims.
 
-Layers, passes and the programs of all remat policies consist of the same few operators
-over different dims. The work and collectives of a device depend on the shapes, on which
-dims are equal, and on the axes of each dim. So operators of one pattern share their
-work.
+A `Pattern` is an operator with its dims renumbered from 0. The work and collectives of
+a device depend only on the pattern and on the mesh axes that divide its dims, so they
+are computed once for all operators of a pattern. Layers, passes and the programs of all
+remat policies have few patterns.
 """
 
 import itertools
@@ -34,7 +34,7 @@ _KNOWN: WeakValueDictionary[Hashable, "Pattern"] = WeakValueDictionary()
 
 
 class Pattern:
-    """The common form of operators that differ only in their dims.
+    """An operator with its dims renumbered from 0; stands for all equal ones.
 
     Caches the work of a device for each division of the dims by mesh axes.
     """
@@ -59,8 +59,8 @@ class Pattern:
         Equal keys give the same object.
 
         Args:
-            key: the axes of each dim, and whatever else of a division of dims by mesh
-                axes the work depends on (`Instance.key`).
+            key: a result of `Instance.key`: which mesh axes divide each dim, and the
+                other fields of `ShardingAssignment` that the work depends on.
         """
         if key not in self._known:
             division = self._division(*key)
@@ -108,9 +108,9 @@ class Instance:
     """The dims of each operand, then of each result; each dim represents its class."""
 
     def key(self, division: ShardingAssignment) -> PatternKey:
-        """Computes the cache key (for `work`) of the operator under a division.
+        """Returns the argument of `work`: what the work depends on in a division.
 
-        Operators with the same pattern and equal keys have equal work.
+        Two operators with the same pattern and equal keys have equal work.
 
         Args:
             division: which mesh axes divide which dims.
@@ -143,12 +143,14 @@ class Instance:
 def instance(graph: Graph, operator: Operator, root: Callable[[int], int]) -> Instance:
     """Returns an operator of a program with its pattern.
 
-    Operators that differ only in their dims get the same `Pattern` object.
+    Operators that differ only in the numbers of their dims get the same `Pattern`
+    object.
 
     Args:
         graph: the program.
         operator: an operator of the program, or an operator merged from several.
-        root: maps a dim to the dim that represents all dims that are divided alike.
+        root: maps a dim to the one that represents it and the equal dims of other
+            layers (`ShardingAssignment.root`).
 
     >>> square = Value(shape=(8, 8), dtype="float32", dims=(4, 9))
     >>> other = Value(shape=(8, 8), dtype="float32", dims=(5, 7))

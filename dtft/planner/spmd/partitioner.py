@@ -24,7 +24,7 @@ MICRO = "microbatches"
 """Name of the pseudo-axis of microbatches, which divides the batch in time: sums over
 this axis need no collective."""
 Sizes = Mapping[str, Any]
-"""Axis to its size: an int, or an array with one entry per candidate."""
+"""Map from an axis to its size: an int, or an array with one entry per candidate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class OperatorWork:
 
     operator: Operator
     divided_by: tuple[str, ...]
-    """Axes that divide the floating-point operations."""
+    """Axes that divide the floating-point operations, `MICRO` included."""
     sizes: tuple[ShardedSize, ...]
     """Rows, columns, depth and batch of a matmul; empty for other operators."""
     reads: tuple[ShardedSize, ...]
@@ -91,8 +91,8 @@ class OperatorWork:
     """Columns and depth of a convolution (`convolution_sides`); None for other
     operators."""
     turned_by: tuple[str, ...] = ()
-    """Mesh axes that divide the dims in `Operator.turned_over`: each of them makes the
-    operator read its elements with a stride."""
+    """Mesh axes that divide the contracted dims in `Operator.turned_over`. If one of
+    them is larger than 1, the elements in `turned` are read with a stride."""
 
     @property
     def flops(self) -> ShardedSize:
@@ -106,14 +106,15 @@ class OperatorWork:
 
     @property
     def strided(self) -> ShardedSize:
-        """Elements that are read with a stride, across their order in memory."""
+        """Elements that a device reads with a stride: not in their order in memory."""
         return ShardedSize(total=self.operator.strided, axes=self.divided_by)
 
     @property
     def turned(self) -> ShardedSize:
-        """Elements read with a stride only if an axis in `turned_by` is larger than 1.
+        """Elements of transposed matmul results that may be read with a stride.
 
-        `strided` does not count these elements.
+        They are read with a stride only if a mesh axis divides the contracted dim of
+        the matmul (`turned_by`). `strided` does not count them.
         """
         return ShardedSize(total=self.operator.turned, axes=self.divided_by)
 
@@ -127,12 +128,14 @@ def product_sizes(
     outputs: Sequence[Value],
     divides: Mapping[str, tuple[str, ...]],
 ) -> tuple[ShardedSize, ...]:
-    """Computes rows (m), columns (n), depth (k) and batch (b) of one matmul.
+    """Computes the sizes m, n, k and b of a batched matmul, in this order.
 
-    Returns () if `divides` is empty, or the matmul has no operations.
+    The matmul multiplies b pairs of matrices of shapes [m, k] and [k, n]. Each size has
+    the mesh axes that divide it. Returns () if `divides` is empty, or the matmul has no
+    operations.
 
     Args:
-        operator: the matmul, with b m n k multiply-adds.
+        operator: the matmul; its flops are those of b x m x n x k multiply-adds.
         inputs: its operands.
         outputs: its results.
         divides: mesh axes that divide the work along each of m, n, k and b; empty for
@@ -160,11 +163,12 @@ def convolution_sides(
     root: Callable[[int], int],
     kept: Mapping[str, int | None],
 ) -> tuple[ShardedSize, ShardedSize] | None:
-    """Computes columns and depth of a convolution, seen as a matmul of image patches.
+    """Computes n and k of a convolution as a matmul of image patches by the kernel.
 
-    The columns are the output channels of the kernel. The depth is the number of input
-    channels times the positions of the kernel. In the backward pass, the second operand
-    takes the kernel's role. Returns None for other operators.
+    n (columns) is the number of output channels. k (depth, the contracted size) is the
+    number of input channels times the number of positions of the kernel. In the
+    backward pass, the second operand counts as the kernel. Returns None for other
+    operators.
 
     Args:
         operator: an operator of any kind.
@@ -199,9 +203,10 @@ def convolution_sides(
 class WorkDims:
     """Finds the dim along which each mesh axis divides the work of one operator.
 
-    The field `kept` has these dims. Dims that must be divided alike are given by one of
-    them (`ShardingAssignment.root`). The axes that divide the operands and results are
-    given by a `ShardingAssignment`.
+    `kept` maps each axis to this dim, or to None if the devices along the axis repeat
+    the work. Equal dims of equal layers are given by one of them
+    (`ShardingAssignment.root`). A `ShardingAssignment` has the axes that divide the
+    operands and results.
     """
 
     def __init__(
@@ -247,7 +252,8 @@ class WorkDims:
     def _places(self, axis: str) -> list[int]:
         """Lists the dim that a mesh axis divides in each operand and result.
 
-        Operands and results that the axis does not divide are left out.
+        A dim that the axis divides in several of them is listed several times. Operands
+        and results that the axis does not divide are left out.
         """
         values = (*self.inputs, *self.outputs)
         specs = (*self.in_specs, *self.out_specs)
@@ -290,9 +296,10 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Returns whether `dim` is a divided, not contracted dim of a matmul's operand.
+        """Returns whether a dim is divided in a matmul's operand and not contracted.
 
-        Returns False for operators other than matmuls.
+        Returns False if no axis divides the dim in this operand, if the operand lacks
+        the dim or contracts it, and for operators other than matmuls.
 
         Args:
             index: the position of the operand; above 1, the result is False.
@@ -351,9 +358,10 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingAssignment:
-    """The mesh axes that divide each dim of a program's arrays.
+    """A division of a program: the mesh axes that divide each dim of its arrays.
 
-    A dim is an index into `Graph.dims`; dims that must be divided alike have one index.
+    A dim is an index into `Graph.dims`; dims that must be divided by the same axes have
+    one index.
     """
 
     axes: Mapping[int, Axes]
@@ -386,9 +394,10 @@ class ShardingAssignment:
         return self.axes.get(self.root(dim), ())
 
     def root(self, dim: int) -> int:
-        """Returns the dim whose axes the given dim shares (`alias`).
+        """Returns the dim in `axes` that has the axes of the given dim.
 
-        Returns the given dim itself if it shares no other dim's axes.
+        This is the dim that `alias` names, such as the same dim of the first of several
+        equal layers; without an entry in `alias`, the given dim itself.
         """
         return self.alias.get(dim, dim)
 
@@ -418,9 +427,10 @@ class ShardingAssignment:
         return tuple(spec)
 
     def _early(self, value: Value) -> int | None:
-        """Finds the position of the dim of a value that takes its axes first.
+        """Finds the position of the dim of a value that keeps its axes before others.
 
-        Returns None if `first` has no dim for the value.
+        The dim counts if several dims have the same axis, which can divide only one of
+        them. Returns None if `first` has no dim for the value.
         """
         roots = [self.root(dim) for dim in value.dims]
         dim = self.first.get(frozenset(roots))
@@ -444,7 +454,7 @@ def work_of(
 
 
 class _Placed(WorkDims):
-    """Computes each device's work in an operator, and the collectives that it needs."""
+    """Computes a device's work in one execution of an operator, and its collectives."""
 
     def __init__(
         self, graph: Graph, operator: Operator, division: ShardingAssignment
@@ -480,7 +490,9 @@ class _Placed(WorkDims):
     def _turned_by(self) -> Axes:
         """Lists the mesh axes that divide the dims in `Operator.turned_over`.
 
-        Each of these axes makes the operator read its elements with a stride.
+        These are contracted dims of matmuls whose transposed results the operator
+        reads. If such an axis is larger than 1, the operator reads the elements in
+        `OperatorWork.turned` with a stride. `MICRO` is left out.
         """
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
         return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
@@ -519,8 +531,11 @@ class _Placed(WorkDims):
             self._add("all_to_all", exchanged, amount)
 
     def _further(self, value: Value) -> Axes:
-        """Lists the axes that divide a sum further than `ShardingAssignment.spec` does,
-        as ZeRO divides gradients (`ShardingAssignment.rest`)."""
+        """Lists the axes that divide a result in addition to the axes of its spec.
+
+        From ZeRO level 2, these are the axes in `ShardingAssignment.rest` that divide
+        the sum of a gradient. Returns () for results that are no such gradient.
+        """
         dims = frozenset(map(self.division.root, value.dims))
         return tuple(
             a for axes in self.division.rest.get(dims, {}).values() for a in axes
@@ -554,11 +569,12 @@ class _Placed(WorkDims):
     def _add_up_spread(
         self, value: Value, kept: Axes, partial: Axes, further: Axes
     ) -> None:
-        """Adds the collectives of a scatter whose rows are spread over spare axes.
+        """Adds the collectives of a scatter whose rows are divided among spare axes.
 
         Spare axes (`ShardingAssignment.spare`) divide no dim of the scatter, so the
-        devices along them would compute equal sums. Instead, each of these devices
-        reduces some of the rows, and sends them to the devices that keep the rows.
+        devices along them would all compute the same sums. Instead, XLA gives each of
+        these devices other rows: an all-reduce over `partial` sums the rows of one
+        device, and a permute sends them to the devices that keep the rows.
 
         Args:
             value: the result.
@@ -572,7 +588,7 @@ class _Placed(WorkDims):
         self._add("permute", (*partial, *self.spare), moved)
 
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
-        """Adds the collectives that add up partial sums.
+        """Adds the collectives that add up partial sums of a result.
 
         The first one is a reduce-scatter over the axes that are both in `partial` and
         in `wanted`. The next ones are all-reduces over the other axes of `partial`.
@@ -603,8 +619,8 @@ class _Placed(WorkDims):
     def _together(self, axes: Axes) -> list[Axes]:
         """Groups axes along which devices have partial sums, one group per all-reduce.
 
-        All axes are one group. On CPU, there is one group for each dim along which the
-        axes divide the work.
+        On CPU, there is one group for each dim along which the axes divide the work. On
+        other platforms, all axes are one group.
         """
         if self.division.scatters:
             return [axes] if axes else []

@@ -181,7 +181,7 @@ def zero_leaves(
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """How often, and in how many parts, a parameter that ZeRO divides is gathered."""
+    """How often a parameter that ZeRO divides is gathered, and in how many slices."""
 
     times: int
     """The number of gathers: per microbatch if `per_microbatch`, else per step."""
@@ -195,13 +195,13 @@ class Gathered:
 
     @property
     def messages(self) -> int:
-        """The number of messages, `times` x `slices`."""
+        """Collectives sent per microbatch or step: `times` x `slices`."""
         return self.times * self.slices
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """A collective that gathers a divided parameter, and so belongs to no operator.
+    """The all-gather of a parameter that ZeRO divides; no operator of the program.
 
     `where` is the parameter's path.
     """
@@ -224,7 +224,7 @@ def loop_slices(value: Value, loops: Container[int]) -> int:
 
 
 def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Gathered:
-    """Computes how often a parameter is gathered, and whether for each microbatch.
+    """Computes how often, and in how many slices, a parameter is gathered.
 
     At ZeRO level 3, a parameter is gathered for every pass that reads it: the backward
     pass gathers again (see `dtft.parallel.fsdp`). A loop over layers gathers the slice
@@ -294,10 +294,11 @@ def further_division(
     division: ShardingAssignment,
     loops: Container[int],
 ) -> dict[frozenset[int], dict[int, tuple[str, ...]]]:
-    """Finds the axes that divide gradients further (`ShardingAssignment.rest`).
+    """Finds the axes that divide gradients, but not their parameters in use.
 
-    A gradient is divided as its parameter is divided between steps. Inside a loop over
-    layers, a gradient lacks the dim that the loop slices.
+    Makes `ShardingAssignment.rest` for ZeRO levels 2 and 3, at which a gradient is
+    divided as its parameter is divided between steps. Inside a loop over layers, a
+    gradient lacks the dim that the loop slices.
 
     Args:
         parameters: the parameters, with their specs in use and between steps.

@@ -3,7 +3,7 @@
 `dtft plan predict` uses this package for the rows of a table of training runs.
 
 * `model`: the shape of a transformer and its layout. `program`: its step in JAX.
-* `predict`: prices the program with the planner; seconds by term, and memory.
+* `predict`: predicts the seconds of the program, part by part, and its memory.
 * `table`: reads rows of text as shapes and layouts.
 * `fitting`: fits factors on predicted seconds to measured rows, and ranks layouts by
   predicted seconds.

@@ -151,11 +151,16 @@ def concordance(
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray, top: int) -> float:
-    """Computes how much slower than the fastest row the best of `top` rows is.
+    """Computes the regret of trying only the rows that are predicted to be fastest.
 
-    These `top` rows have the shortest predicted times. The result is the ratio of the
-    shortest measured time among them to that of all rows: 1 means that the row that was
-    measured fastest is among them.
+    The `top` rows with the shortest predicted times are selected. The result is the
+    shortest measured time among them, divided by the shortest measured time of all
+    rows. 1 means that the row that was measured fastest is among them.
+
+    Args:
+        predicted: Predicted seconds, one per row.
+        measured: Measured seconds of the same rows.
+        top: The number of rows that are selected, 1 or more.
 
     >>> regret(np.array([1.0, 2.0, 3.0]), np.array([1.1, 1.0, 3.0]), 1)
     1.1
@@ -192,24 +197,29 @@ def judge(
 
 
 UNIT_ERRORS: Mapping[str, float] = {"compute": 1.0, "collectives": 2.0}
-"""Relative errors by term of a prediction, up to a common factor that `accuracy_from`
-derives. That collectives are twice as uncertain as computation is assumed, not fitted:
-shared networks differ more than devices."""
+"""Relative errors of the two terms of predicted seconds, up to a common factor that
+`accuracy_from` derives. That collectives are twice as uncertain as computation is
+assumed, not fitted: shared networks differ more than devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnseenRows:
-    """Measured runs of one table, predicted by factors fitted to other runs."""
+    """Measured runs of one table, predicted by factors fitted to other runs.
+
+    The predicted seconds of a run are the sum of two terms: `compute` and
+    `collectives`.
+    """
 
     terms: Mapping[str, np.ndarray]
     """Predicted seconds of `compute` and `collectives`, one per row."""
     measured: np.ndarray
 
     def errors(self) -> np.ndarray:
-        """Returns (measured - predicted) / spread of each row.
+        """Returns the error of each row in units of a spread; float [rows].
 
-        The spread is the error in seconds of a prediction whose terms have the relative
-        errors `UNIT_ERRORS`, independently of each other.
+        The error is measured minus predicted seconds. The spread is the root of the sum
+        of two squares: the predicted seconds of `compute` times 1, and those of
+        `collectives` times 2 (`UNIT_ERRORS`).
         """
         parts = [self.terms[name] * UNIT_ERRORS[name] for name in UNIT_ERRORS]
         return (self.measured - sum(self.terms.values())) / np.hypot(*parts)
@@ -227,16 +237,17 @@ class UnseenRows:
 
 
 def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
-    """Derives the errors of predictions from rows that no fit saw.
+    """Derives the errors of predictions from rows that were left out of all fits.
 
-    The interval is the prediction interval of a random-effects model (Higgins et al.,
-    "A re-evaluation of random-effects meta-analysis", 2009). The error of a row is the
-    sum of an error that all rows of its table share and an error of its own. The
-    interval holds the share `INTERVAL_SHARE` of the rows of a further table, if both
-    errors have normal distributions. The interval's width follows Student's t
-    distribution with one degree of freedom less than there are tables, because a few
-    tables say little about how much tables differ. An interval always contains the
-    prediction, even if the mean error is large.
+    With the returned errors, the interval of a prediction (`Accuracy.interval_s`) is
+    the prediction interval of a random-effects model (Higgins et al., "A re-evaluation
+    of random-effects meta-analysis", 2009). In this model, the error of a row is the
+    sum of two errors: one that all rows of its table share, and one of its own. If both
+    have normal distributions, the interval holds the share `INTERVAL_SHARE` of the rows
+    of a further table. Its width follows Student's t distribution with one degree of
+    freedom less than there are tables, because a few tables say little about how much
+    tables differ. The interval always contains the prediction, even if the mean error
+    is large.
 
     Args:
         tables: the measured rows (training runs) of each table, at least two rows in
@@ -265,7 +276,7 @@ class IntervalCoverage:
     """How many of a table's rows were measured within their prediction intervals."""
 
     held: float
-    """Share of the rows whose measurement is in the interval."""
+    """Share of the rows whose measurement is in the row's interval."""
     num_below: int
     """The number of rows that were measured below the interval."""
     num_above: int

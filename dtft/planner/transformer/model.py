@@ -33,7 +33,8 @@ class Shape:
     gated: bool = False
     """Whether feed-forward parts have a gate (SwiGLU): three matrices, not two."""
     kv_heads: int = 0
-    """Heads of keys and values, each for a group of `heads`; 0 is `heads`."""
+    """The number of heads of keys and values, each shared by a group of query heads; 0
+    for as many as `heads`."""
     experts: int = 1
     """The number of feed-forward parts of a layer, of which each token uses `top_k`."""
     top_k: int = 1
@@ -146,7 +147,8 @@ class ParallelLayout:
     ep: int = 1
     """Expert parallelism: of `dp` devices, how many divide the experts."""
     virtual_stages: int = 1
-    """The number of interleaved parts of each pipeline stage; 1 is plain 1F1B."""
+    """The number of chunks of layers on each pipeline stage (interleaving); 1 is plain
+    1F1B."""
     recompute: Recompute = "full"
     zero: int = 0
     """ZeRO stage, the state divided over `dp`: 1 optimizer state, 2 also gradients, 3
@@ -154,23 +156,25 @@ class ParallelLayout:
     sequence_parallel: bool = False
     """Whether activations between matmuls are divided over `tp` too."""
     flash_attention: bool = False
-    """Whether attention scores stay on the chip."""
+    """Whether attention is one kernel, whose scores stay on the chip."""
     dtype: Dtype = "bfloat16"
     gradient_bytes: int = ITEM_BYTES
     """Bytes kept over microbatches for the gradient of one parameter: 2 (fp16), 4 (fp32
     sums), 6 (both)."""
     stage_layers: tuple[int, ...] = ()
-    """Layers of each stage; empty for equal stages."""
+    """The number of layers of each pipeline stage, first to last; empty if all stages
+    have equally many."""
     software: SoftwareName = "megatron"
     """The software that runs the step."""
 
     @property
     def rules(self) -> Software:
-        """How the layout's software runs the step: which kernels, overlaps and sums.
+        """How the layout's software runs the step: its kernels, overlap, gradient sums.
 
-        These are the rules of `software`, with two fields set for this layout:
-        `sum_bytes` (bytes of an element of gradient sums) and `splits_positions`
-        (sequence parallelism).
+        These are the rules of `software`, with two fields set for this layout.
+        `sum_bytes`, the bytes of an element of gradient sums, is `gradient_bytes`, but
+        at most 4; it stays 0 for software without a kernel for the sums.
+        `splits_positions` is true with sequence parallelism and `tp` above 1.
         """
         rules = {"xla": XLA, "megatron": MEGATRON, "eager": EAGER}[self.software]
         parts = self.sequence_parallel and self.tp > 1

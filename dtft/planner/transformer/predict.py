@@ -1,8 +1,9 @@
 """Predicts rows of a table of training runs: seconds of a step by term, and memory.
 
-A row's step is a JAX program (`program`) that the planner prices with the row's mesh
-and knobs (settings such as microbatches and ZeRO). Factors (`Scales`) that were fitted
-to published runs multiply the planner's seconds.
+A term is a part of the predicted seconds, such as `compute`. A row's step is a JAX
+program (`program`), for which the planner predicts seconds and memory with the row's
+mesh and knobs (settings such as microbatches and ZeRO). Factors (`Scales`) that were
+fitted to published runs multiply the planner's seconds.
 """
 
 import math
@@ -57,7 +58,8 @@ A100_SCALES = Scales(
     next_stage=0.7116,
 )
 """Factors fitted to the 21 rows of group E of
-`experiments/data/bigscience_176b_a100.csv` with 72 layers of 14336 (A100 80 GB)."""
+`experiments/data/bigscience_176b_a100.csv`: 72 layers of width 14336 on A100 of 80
+GB."""
 
 H100_SCALES = Scales(
     matmul=1.0542,
@@ -128,7 +130,7 @@ def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
 
 
 def space_of(layouts: Sequence[ParallelLayout]) -> Space:
-    """Converts layouts of one program to candidates (plans to price) of the planner.
+    """Converts layouts of one program to candidates (meshes with knobs) of the planner.
 
     `tp`, `cp`, `ep`, `dp` and `pp` are the degrees of tensor, context, expert, data and
     pipeline parallelism. `tp` is innermost on the fabric, then `cp`, `ep`, `dp`, `pp`,
@@ -202,9 +204,9 @@ FRAGMENTATION = 0.05
 def memory(
     shape: Shape, layouts: Sequence[ParallelLayout], pool: Pool
 ) -> dict[str, np.ndarray]:
-    """Computes the bytes of a device, by term, for layouts of one program.
+    """Computes the bytes of a device, by what they hold, for layouts of one program.
 
-    Each term is taken from the pipeline stage with the most bytes of this term.
+    Each entry is that of the pipeline stage where it is largest.
 
     Args:
         shape: The shape of the model.
@@ -212,7 +214,8 @@ def memory(
         pool: The devices.
 
     Returns:
-        Map from a term, such as `gradients`, to its bytes; one number per layout.
+        Map from what the bytes hold, such as `gradients`, to the bytes; one number per
+        layout.
     """
     found = search_of(shape, layouts[0], pool).memory_of(space_of(layouts))
     if layouts[0].software == "xla":
@@ -241,8 +244,8 @@ def _buffers(shape: Shape, layout: ParallelLayout, held: float) -> float:
     """Computes the bytes of a device's buffers for communication.
 
     The buffers hold the transfers between pipeline stages, the buckets of ZeRO levels 1
-    and 2, and at level 3 two gathered layers and the gradient of a layer. `held` is the
-    number of parameters that a device has without ZeRO.
+    and 2, and at level 3 the gathered parameters of two layers and the gradient of one.
+    `held` is the number of parameters that a device has without ZeRO.
     """
     rows = layout.micro_batch * shape.seq_len // layout.cp * shape.hidden
     total = 4.0 * rows * ITEM_BYTES if layout.pp > 1 else 0.0
@@ -281,7 +284,8 @@ class RowPrediction:
     tflops_per_gpu: float
     """TFLOP/s per device with recomputation, as in the published tables."""
     memory: dict[str, int]
-    """Bytes of a device of the fullest pipeline stage, by term, such as `gradients`."""
+    """Bytes of a device, by what they hold, such as `gradients`. Each entry is that of
+    the pipeline stage where it is largest."""
     capacity_bytes: int
     """Bytes of memory of a device."""
     unlisted: tuple[str, ...] = ()
@@ -295,7 +299,11 @@ class RowPrediction:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of a device of the fullest pipeline stage: the sum of `memory`."""
+        """Bytes of a device: the sum of `memory`.
+
+        With a pipeline this is an upper bound, because each entry of `memory` is that
+        of the stage where it is largest.
+        """
         return sum(self.memory.values())
 
     @property
@@ -348,7 +356,8 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
     Raises:
         ValueError: the table or a row cannot be read or run; or the cluster is unknown,
             too small, or has devices that JAX cannot run on. Nothing is predicted then.
-            The error names column and row of each bad row (`Table.rows`).
+            The error of a bad row names row and column; of many bad rows, it names the
+            first, as that of `Table.rows`.
     """
     table = Table.parse(text)
     found = []

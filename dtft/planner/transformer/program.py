@@ -1,10 +1,11 @@
 """The JAX program of a row of a table of training runs (`table.Row`).
 
 The program is a GPT-like transformer as the row's software runs it. Nothing is run: the
-program is traced from shapes, and the planner prices the trace. A kernel of PyTorch is
-a custom call (`jax.ffi.ffi_call`) that reads and writes whole arrays, so it moves the
-bytes of its operands and results. Adding a bias costs nothing, because other kernels
-and matmuls do it too. Weights of norms (a ten-thousandth of a model) are left out.
+program is traced from shapes, and the planner predicts seconds and memory from the
+trace. A kernel of PyTorch is a custom call (`jax.ffi.ffi_call`) that reads and writes
+whole arrays, so it moves the bytes of its operands and results. Adding a bias costs
+nothing, because other kernels and matmuls do it too. Weights of norms (a ten-thousandth
+of a model) are left out.
 
 Sources: arXiv 2104.04473 (the program and its fused kernels), 2205.05198 (what is kept
 for the backward pass), 2205.14135 (flash attention).
@@ -66,12 +67,15 @@ def _no_operations(operands: Any, results: Any, params: Any) -> float:
 def _attention_operations(products: float) -> Function:
     """Makes the function that counts the operations of flash attention.
 
-    Scores that the mask hides are counted too. On an A100, kernels skip these scores,
-    but run at a lower rate than matmuls, which costs about as much time. Newer GPUs are
-    slower by `Efficiency.mma_sync`: the kernels are FlashAttention 1 and 2.
+    The kernels are FlashAttention 1 and 2. On an A100, they skip the scores that the
+    causal mask hides, but run at a lower rate than matmuls. Both effects are about
+    equally large. So all scores are counted, and the kernels are predicted at the rate
+    of matmuls. On newer GPUs, the rate is multiplied by `Efficiency.mma_sync`.
 
     Args:
-        products: half of the number of matmuls: 1.0 means two matmuls.
+        products: half of the number of matmuls between queries, keys, values and
+            scores: 1.0 for the two of the forward pass, 2.5 for the five of the
+            backward pass.
     """
 
     def count(operands: Any, results: Any, params: Any) -> float:
@@ -140,7 +144,10 @@ def _differentiable(forward: Function, backward: Function) -> Function:
 
 
 def _keeping(name: str, keeps_result: bool = False) -> Function:
-    """Returns a function of one array that is one kernel forward and one backward.
+    """Returns a function of one array with a kernel for each pass.
+
+    The backward kernel reads the gradient of the result, and the argument or the result
+    of the forward kernel, which is kept in memory.
 
     Args:
         name: name of the forward kernel. The backward kernel has this name and `_back`.
@@ -159,7 +166,7 @@ def _keeping(name: str, keeps_result: bool = False) -> Function:
 
 
 def _masked(name: str) -> Function:
-    """Returns dropout as a function that is one kernel forward and one backward.
+    """Returns dropout as a function with a kernel for each pass.
 
     The forward kernel also writes the mask, which the backward kernel reads.
 
@@ -321,8 +328,8 @@ def _experts(shape: Shape) -> tuple[Function, Function]:
     """Returns the functions that bring tokens to experts, and the results back.
 
     The first function maps tokens to the inputs of experts. The second maps the outputs
-    of experts, and the share of each expert in each token, to tokens. Each expert gets
-    the same number of tokens of each sequence.
+    of experts, and the router's weight of each expert for each token, to tokens. Each
+    expert gets the same number of tokens of each sequence.
     """
     places = shape.seq_len * shape.top_k // shape.experts
 
@@ -365,7 +372,7 @@ class LayerKernels:
     """Function from the output of attention or feed-forward and the residual to their
     sum."""
     drop: Function
-    """Dropout of the embedding."""
+    """Dropout of the embedding; without effect if the software has no dropout."""
     softmax: Function
     """Function from attention scores to probabilities, with dropout if the software has
     dropout."""
@@ -373,13 +380,17 @@ class LayerKernels:
     """Function that copies the attention output of all heads into one contiguous array.
     """
     flash: Function
+    """Flash attention of queries, keys and values `[B, T, N, H]`."""
     grouped_flash: Function
     """Flash attention of queries `[B, T, K, G, H]`, and keys and values `[B, S, K, H]`.
     """
     exchange: Function
     """Function that brings the keys or values of all positions to each device."""
     recompute: Function
+    """Function from a function to the same function, recomputed in the backward pass.
+    """
     loss: Function
+    """Function from logits and labels to the mean loss of all tokens."""
 
 
 def _same(x: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ COUNTS = (
     "heads", "hidden", "layers", "seq_len", "vocab", "gpus", "tp", "pp", "dp",
     "micro_batch", "virtual_stages", "global_batch",
 )  # fmt: skip
-"""Columns that every row must fill with a whole number above 0."""
+"""Columns that a table must have, with a whole number above 0 in every row."""
 REQUIRED = (*COUNTS, "recompute")
 OPTIONAL_COUNTS = ("ffn", "kv_heads", "experts", "top_k", "cp", "ep")
 """Columns with a whole number above 0. By default `ffn` is 4 x `hidden`, `kv_heads` is
@@ -81,26 +81,32 @@ class Habits:
     """Dtype of matmuls."""
 
     def flash_attention(self, recompute: Recompute) -> bool:
-        """Returns whether flash attention, with scores on the chip, is the default.
+        """Returns whether an empty cell of a row means flash attention.
 
-        True if `fused` (the usual options since Hopper). Without `fused`, True only
-        without recomputation.
+        True if `fused` (the usual options since Hopper). Without `fused`, True only for
+        rows whose `recompute` is `none`.
+
+        Args:
+            recompute: what the row's run recomputes in the backward pass.
         """
         return self.fused or recompute == "none"
 
     def sequence_parallel(self, recompute: Recompute) -> bool:
-        """Returns whether sequence parallelism is the default.
+        """Returns whether an empty cell of a row means sequence parallelism.
 
-        True if `fused` (the usual options since Hopper). Without `fused`, False only
-        for full recomputation: sequence parallelism was published together with
-        selective recomputation (arXiv 2205.05198).
+        True if `fused` (the usual options since Hopper), and for rows without full
+        recomputation: sequence parallelism was published together with selective
+        recomputation (arXiv 2205.05198).
+
+        Args:
+            recompute: what the row's run recomputes in the backward pass.
         """
         return self.fused or recompute != "full"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One training run."""
+    """A row of a table: one training run, as a model's shape and its layout."""
 
     where: str
     """Number and name of the row, for messages."""
@@ -110,7 +116,10 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A header and its rows, as text."""
+    """A header and its rows, as text.
+
+    `cells` has for each row a map from the name of a column to the row's cell.
+    """
 
     header: tuple[str, ...]
     cells: tuple[Mapping[str, str], ...]
