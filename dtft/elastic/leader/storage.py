@@ -249,7 +249,10 @@ class StorageWatch:
         self._written.add(step)
 
     def news(self) -> str | None:
-        """Returns a message if `trouble` has changed since the last call, else None."""
+        """Returns a message if storage began to fail, fails otherwise, or answers again.
+
+        Each change is told once: returns None if there was none since the last call.
+        """
         if self.trouble == self._told:
             return None
         self._told = self.trouble

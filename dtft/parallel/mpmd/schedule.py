@@ -390,10 +390,11 @@ class _Simulation:
         return found
 
     def _look(self, some: Iterable[int]) -> None:
-        """Recomputes when calls can start for their next microbatch.
+        """Recomputes the earliest starts of calls for their next microbatch.
 
-        `some` has the indices of the calls. A call that cannot start yet, or has no
-        next microbatch, is removed from the calls that `_first` considers.
+        `some` has the indices of the calls. A call is removed from the calls that
+        `_first` considers if it waits for a call that is not scheduled yet, or has no
+        next microbatch.
         """
         for index in some:
             ready = self._ready(index)

@@ -445,10 +445,11 @@ def flat(spec: Sequence[Axes]) -> Axes:
 def work_of(
     graph: Graph, operator: Operator, division: ShardingAssignment
 ) -> OperatorWork:
-    """Computes the work of each device in one execution of an operator.
+    """Computes what each device computes, reads, writes and sends for an operator.
 
-    The result includes the collectives that the operator needs if `division` (which
-    mesh axes divide which dims) holds for its operands and results.
+    The result is for one execution. It includes the collectives that the operator needs
+    if `division` (which mesh axes divide which dims) holds for its operands and
+    results.
     """
     return _Placed(graph, operator, division).work()
 
