@@ -249,7 +249,7 @@ class StorageWatch:
         self._written.add(step)
 
     def news(self) -> str | None:
-        """Returns a message if storage began to fail, fails otherwise, or answers again.
+        """Returns a message if storage fails, fails in another way, or answers again.
 
         Each change is told once: returns None if there was none since the last call.
         """
