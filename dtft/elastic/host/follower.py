@@ -1040,7 +1040,9 @@ class Follower:
             return self._taken_room(task, holder, step)
         except RuntimeError as error:
             # A restore that was given up has a buffer until its peer answers.
-            logger.warning("%s Tried again every %.1f s.", error, ROOM_AGAIN_S)
+            logger.warning(
+                "%s Taking a buffer is tried again every %.1f s.", error, ROOM_AGAIN_S
+            )
             self._loop.call_later(ROOM_AGAIN_S, self._room_late, task, holder, step)
             return None
 

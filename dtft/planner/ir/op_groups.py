@@ -325,10 +325,15 @@ def _readers(
 ) -> list[int] | None:
     """Returns the numbers of the elementwise operators that read a value.
 
-    An operator in `_SAME`, such as a cast, is replaced by the elementwise operators
-    that read its result, or is returned itself if no operator reads its result. Returns
-    None if no operator reads the value. `readers` has the numbers of all operators that
-    read each value.
+    An operator that keeps the order of elements, such as a cast (`_SAME`), is replaced
+    by the elementwise operators that read its result, or is returned itself if no
+    operator reads its result. Other readers are left out, so the list may be empty.
+    Returns None if no operator reads the value at all.
+
+    Args:
+        graph: the program.
+        index: the index of the value.
+        readers: the numbers of all operators that read each value.
     """
     if not readers.get(index):
         return None

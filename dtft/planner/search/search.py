@@ -463,12 +463,12 @@ class PlanSearch:
     def _terms(
         self, resting: Resting, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the seconds by term of the candidates of each division.
+        """Computes the seconds of each term of a prediction, division by division.
 
         `parts` has pairs of a division (which axes divide which dims) and the indices
-        of its candidates. Yields a map for each pair, from a term (compute,
-        collectives, optimizer, launch) to seconds per step; float [candidates of the
-        pair].
+        of its candidates. `resting` has the prices of operators and of the parameters'
+        gathers. Yields a map for each pair, from a term (compute, collectives,
+        optimizer, launch) to seconds per step; float [candidates of the pair].
         """
         ways = resting.prices.priced_ops
         sums = [price_table.sum_prices(ways(division)) for division, _ in parts]

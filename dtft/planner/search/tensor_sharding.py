@@ -257,9 +257,9 @@ class Chooser:
         return found
 
     def _fits(self, dim: int) -> bool:
-        """Whether some mesh has a size of the axis that divides a dim evenly.
+        """Whether some mesh has a size of the axis, above 1, that divides a dim evenly.
 
-        Also false if another axis divides the dim.
+        False if another axis already divides the dim.
         """
         known = self._prices.question.graph.dims[dim]
         parts = np.unique(self._prices.columns.sizes[self._axis]).tolist()
@@ -300,11 +300,13 @@ class Chooser:
 
 
 def _with_any(problem: CostProblem, variables: Sequence[int]) -> CostProblem:
-    """Adds to a problem the constraint that at least one of some variables is 1.
+    """Returns a problem in which at least one of some variables must also be 1.
 
-    For each of the variables but the first, adds a variable that is 1 if this variable
-    or one before it in the list is 1. So the new factors have at most three variables,
-    and the tables of an elimination stay small.
+    A factor is a table of costs over a few variables; the solver eliminates variables
+    one by one, which joins the tables that have them. So the condition is not one table
+    over all the variables. Instead, for each of the variables but the first, a variable
+    is added that is 1 if this variable or one before it in the list is 1. The tables of
+    these have three variables each.
 
     Args:
         problem: the problem.
