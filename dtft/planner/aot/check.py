@@ -27,18 +27,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes that the step needs while it runs.
+        """Bytes that the step needs on one device while it runs.
 
-        These are the arguments, the outputs that do not reuse their buffers, and the
-        temporaries.
+        These are the arguments, the temporaries, and the outputs that do not reuse the
+        buffer of a donated argument.
         """
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     @property
     def floor(self) -> int:
-        """Bytes of arguments and of outputs that are not aliased.
+        """Bytes of all arguments, and of the outputs with a buffer of their own.
 
-        A step needs at least these bytes on every backend.
+        Outputs that reuse the buffer of a donated argument are not counted. A step
+        needs at least these bytes on every backend.
         """
         return self.arguments + self.outputs - self.aliased
 
@@ -195,13 +196,14 @@ def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
 def agreements(
     predicted: Iterable[Collective], compiled: Compiled
 ) -> tuple[Agreement, ...]:
-    """Compares predicted collectives with the collectives of a compiled program.
+    """Compares the bytes of predicted collectives with those of a compiled program.
 
-    `compare` calls this function with the collectives of a plan, and describes the
-    result: one entry for each kind of collective over the same mesh axes.
+    Returns one entry for each kind of collective over the same mesh axes, the entry
+    with the most bytes first. `compare` does the same for a plan, and describes how
+    widened dtypes and replaced all-reduces are counted.
 
     Args:
-        predicted: the predicted collectives, of a plan or not.
+        predicted: the predicted collectives, such as those of a plan.
         compiled: the compiled program.
     """
     wanted: Counter[_Key] = Counter()
