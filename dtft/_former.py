@@ -45,7 +45,8 @@ _NAMES = {"dtft.train.calibrate.measure": "measure_devices"}
 def warn(former: str, now: str, stacklevel: int = 3) -> None:
     """Emits a FutureWarning that `former` is an old name of `now`.
 
-    `stacklevel` is that of `warnings.warn`.
+    `stacklevel` selects the line that the warning names: 2 is the caller of this
+    function, 3 the caller's caller.
     """
     text = f"{former} is an old name, which will go. Use {now}."
     warnings.warn(text, FutureWarning, stacklevel=stacklevel)
@@ -152,7 +153,7 @@ class _Module(ModuleType):
 
 
 class _Finder:
-    """Import finder for the old module paths in `MODULES`."""
+    """Import finder for modules by their old paths, the keys of `MODULES`."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         del path, target

@@ -287,11 +287,11 @@ def give_up_process(address: str, index: int) -> None:
 def know_processes(indices: Sequence[int], timeout_s: float) -> None:
     """Tells XLA the incarnations of the processes that share the next collectives.
 
-    A process that connects with the index of a dead process is a new incarnation. On
-    GPUs XLA aborts a collective once one of its processes has died or was replaced, but
-    only if XLA knew the incarnation of that process. Returns when all processes in
-    `indices` have called this function. All must be connected to the same coordination
-    service.
+    JAX identifies each process that connects by a new number, its incarnation, also if
+    the process has the index of a dead one. On GPUs XLA aborts a collective once one of
+    its processes has died or was replaced, but only if XLA knew the incarnation of that
+    process. Returns when all processes in `indices` have called this function. All must
+    be connected to the same coordination service.
 
     `timeout_s` does not limit the wait for a process that is connected but does not
     call this function, because JAX has no such limit.
@@ -448,8 +448,8 @@ def share_cached_programs() -> None:
 class _Read(threading.local):
     """What a thread has read last from JAX's compilation cache.
 
-    Each thread has its own values. `looked` is whether the thread has looked for an
-    entry since the values were last reset.
+    Each thread has its own values. `PortableProgram` resets them before it compiles.
+    `looked` is whether the thread has looked for an entry since then.
     """
 
     looked = False
@@ -681,7 +681,7 @@ _CHECK_S = 0.05
 
 
 def _is_set(client: Any, key: str) -> bool:
-    """Waits up to `_CHECK_S` seconds for a key; returns whether the key is set."""
+    """Waits up to 50 ms (`_CHECK_S`) for a key; returns whether the key is set."""
     try:
         client.blocking_key_value_get(key, round(1e3 * _CHECK_S))
     except jax.errors.JaxRuntimeError as error:
@@ -695,10 +695,11 @@ _listeners: list[Callable[[str, bytes], None]] = []
 
 
 def tell_of_keys(listener: Callable[[str, bytes], None]) -> None:
-    """Registers `listener(key, value)` for the keys that `meet` and `told_by` set.
+    """Registers a function to call for each key that this process sets.
 
-    From now on the listener is called for each such key that this process sets, on the
-    thread that sets it. The listener must not block.
+    Counts only the coordination service's keys by which processes wait for each other
+    (`meet`) or broadcast a text (`told_by`). `listener(key, value)` is called on the
+    thread that sets the key, and must not block.
     """
     _listeners.append(listener)
 

@@ -26,9 +26,9 @@ The guarantee does not hold if a step also waits for other things, as a pipeline
 or if a node's seconds do not follow from its load. Even then `exact` does not alternate
 between two divisions: it accepts an earlier division again only if the measured steps
 of that division save more than d, or if a node has drifted (its seconds have changed
-relative to the other nodes). The measured seconds are kept for the last
-`speed_estimator.MOST` divisions, or for all divisions if `after` gets the seconds of
-whole steps.
+relative to the other nodes). The seconds of nodes are kept for the last 6 divisions
+(`speed_estimator.MOST`). If `after` gets the seconds of whole steps, these are kept for
+all divisions since a node last drifted.
 """
 
 from collections.abc import Mapping
@@ -318,8 +318,8 @@ class Balance(Generic[Division]):
         fraction of a step's seconds that the candidate saves) exceeds the policy's
         threshold, and if the seconds saved in `remaining_steps` exceed `cost_s`. The
         threshold of `proportional` is 0. That of `exact` is the larger of
-        `rules.least_gain` and `rules.noise_factor` times the relative standard error of
-        the nodes' seconds.
+        `rules.least_gain` and `rules.noise_factor` times the largest relative standard
+        error of a node's seconds.
 
         Args:
             busy_s: Seconds of local work of each node in each step of the round,
@@ -416,9 +416,9 @@ def _proportional(
     """Raises the weights of nodes that wait longer than the mean; lowers the others.
 
     Nodes get load in proportion to their weights, which stand for their relative
-    speeds. The new weights are scaled to a mean of 1; then weights below
-    `_LEAST_WEIGHT` are raised to it. `busy` has the seconds of local work of each node
-    in each step, `[steps, n]`.
+    speeds. The new weights are scaled to a mean of 1; then weights below 0.001
+    (`_LEAST_WEIGHT`) are raised to 0.001. `busy` has the seconds of local work of each
+    node in each step, `[steps, n]`.
 
     Returns:
         The division by the new weights (the candidate), the new weights, the gain and

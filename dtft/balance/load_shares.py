@@ -410,9 +410,10 @@ class Layers:
         return self.layer_s.shape[1]
 
     def by_weight(self, weights: Floats) -> Counts:
-        """Returns the best division for nodes whose relative speeds are the weights.
+        """Finds the division with the shortest step, for given speeds of the nodes.
 
-        A node of weight 0 gets no layer.
+        `weights` has the relative speed of each stage's node, `[stages]`. A node of
+        weight 0 gets no layer.
 
         Raises:
             ValueError: a weight is not a finite number of 0 or more, or `best` finds no
@@ -500,14 +501,15 @@ class Layers:
         return np.moveaxis(sums, 2, 0)
 
     def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
-        """Adds each stage's `fixed_s / microbatches` to the seconds in `sums`.
+        """Adds each stage's extra seconds per microbatch to its seconds in layers.
 
-        Ranges without layers keep 0 seconds.
+        Ranges without layers keep their seconds.
 
         Args:
             fixed_s: extra seconds in a step of each stage that has layers, `[stages]`;
                 None: 0.
-            sums: `[stages, start, stop]`, the result of `_sums` or `_costs`.
+            sums: seconds of one microbatch in the layers from `start` to `stop` - 1 on
+                each stage, `[stages, start, stop]`; the result of `_sums` or `_costs`.
         """
         if fixed_s is None:
             return sums
@@ -517,12 +519,13 @@ class Layers:
         return sums + np.where(has, each, 0.0)
 
     def _costs(self, unit_s: Floats) -> Floats:
-        """Returns `_sums`, with infinite seconds for ranges that a stage must not have.
+        """Computes the seconds of each range of layers that a stage may have.
 
         The result is `[stages, start, stop]`: seconds of one microbatch in the layers
-        from `start` to `stop` - 1. A stage must not have a range of fewer than `low`
-        layers, or a range that exceeds its memory. `unit_s` has the real seconds of
-        each stage for each second of the cost model, `[stages]`.
+        from `start` to `stop` - 1. The seconds are infinite if the range has fewer than
+        `low` layers, exceeds the stage's memory, or has a layer that the stage cannot
+        run. `unit_s` has the real seconds of each stage for each second of the cost
+        model, `[stages]`.
         """
         costs = self._sums(unit_s)
         places = np.arange(len(self.layer_s) + 1)

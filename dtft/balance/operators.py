@@ -23,7 +23,8 @@ from dtft.placement import (
 )
 
 TURNS = 3
-"""Number of further placements that `Operators.best` tries if `fixed_s` is given."""
+"""Number of further placements that `Operators.best` tries if a node has fixed seconds
+(which do not depend on its load)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,8 +32,8 @@ class Operators:
     """The tasks of a step as work to divide between nodes (`balance.Work`).
 
     A task is an operator, a loop or a layer of a program; a node is a device. A
-    division is a `Placement`: the node of each task. `order`, `microbatches` and
-    `moves` are the arguments of `of`.
+    division is a `Placement`: the node of each task. The fields `order`, `microbatches`
+    and `moves` are the arguments of the same names of the method `of`.
     """
 
     tasks: Tasks
@@ -94,14 +95,14 @@ class Operators:
         )
 
     def best(self, unit_s: Floats, fixed_s: Floats | None = None) -> Placement:
-        """Makes one or more placements; returns the one with the shortest step.
+        """Makes one or four placements; returns the one with the shortest step.
 
         The first placement is that of `by_weight` for the relative speeds `1 / unit_s`.
-        If a node has a `fixed_s` above 0, its seconds per unit depend on its load. Then
-        `TURNS` (3) further placements are made. Before each of them, the relative speed
-        of every node is replaced by the geometric mean of two speeds: its last relative
-        speed, and its speed in the last placement with `fixed_s` included
-        (`_with_load`).
+        If no node has a `fixed_s` above 0, this placement is returned. Otherwise a
+        node's seconds per unit depend on its load, and three more placements are made
+        (`TURNS`). Each takes as a node's relative speed the geometric mean of two
+        speeds: the one with which the last placement was made, and the one that the
+        node has under the load of that placement, with `fixed_s` included.
 
         Args:
             unit_s: seconds of each node per second of the cost model, `[n]`.

@@ -48,8 +48,9 @@ class UnitTimes:
 
     A unit is a microbatch, or a second of the cost model. All arrays are `[n]`. If all
     nodes became slower or faster together, the means of earlier rounds (series of
-    measured steps) are multiplied by the common factor. `num_steps` is 0 for a node
-    without measurements.
+    measured steps) are multiplied by the common factor. `num_steps` is the number of
+    measured steps of each node, and `mean_s` has the mean seconds per unit; both are 0
+    for a node without measurements.
     """
 
     num_steps: NDArray[np.int64]
@@ -58,7 +59,7 @@ class UnitTimes:
     """Variance between steps of the seconds per unit."""
     rise: Floats
     """Evidence that the node became slower than its estimate, relative to the other
-    nodes: a cumulative sum of standard errors (CUSUM)."""
+    nodes: a cumulative sum (CUSUM) of deviations, in standard errors."""
     fall: Floats
     """Evidence that the node became faster than its estimate, a cumulative sum like
     `rise`."""
@@ -79,8 +80,9 @@ class UnitTimes:
     def error(self) -> Floats:
         """Relative standard error of each node's `mean_s`, `[n]`; 0 if not measured.
 
-        The variance of a node's seconds is averaged with the mean relative variance of
-        all measured nodes (`SHARED_STEPS`), because few steps give a poor estimate.
+        The relative variance between steps is a weighted mean of two: that of the node,
+        with the number of its steps as weight, and the mean over all measured nodes,
+        with weight 20 (`SHARED_STEPS`). Few steps of one node give a poor estimate.
         """
         known = self.num_steps > 0
         if not known.any():
@@ -138,14 +140,15 @@ class UnitTimes:
     def _compared(
         self, mean: Floats, variance: Floats, steps: int, loaded: NDArray[np.bool_]
     ) -> "UnitTimes":
-        """Returns the unit times with `rise` and `fall` updated by one more round.
+        """Tests each node for drift in one more round; returns the updated unit times.
 
         The deviation of a node is its mean in the round minus its earlier mean, divided
-        by the standard error of this difference. `rise` grows by the deviation minus
-        `SLACK`, and `fall` by the negative deviation minus `SLACK`; neither falls below
-        0. A node has drifted if one of them exceeds 5 + log(n) and if the two means
-        differ by more than the fraction `LEAST_CHANGE`. Then its `rise`, `fall` and
-        `num_steps` become 0.
+        by the standard error of this difference. Two sums of each node gather the
+        deviations: `rise` grows by the deviation minus 0.5 (`SLACK`), and `fall` by the
+        negative deviation minus 0.5. Neither sum falls below 0. A node has drifted if a
+        sum exceeds 5 + log(n), and if the two means differ by more than 2%
+        (`LEAST_CHANGE`). Then its `rise`, `fall` and `num_steps` become 0. The means
+        themselves are not changed.
 
         Args:
             mean: mean seconds per unit in the round, `[n]`.
@@ -223,9 +226,11 @@ def drifted(
 def _trimmed(unit_s: Floats) -> tuple[Floats, Floats]:
     """Returns the trimmed mean of `unit_s` over the steps, and a variance, `[n]` each.
 
-    `unit_s` is `[steps, n]`. The mean leaves out the fraction `TRIM` of the steps at
-    either end. The variance is that of the trimmed mean, from winsorized values, times
-    the number of steps. It is 0 if there is only one step.
+    `unit_s` has the seconds per unit of each node in each step, `[steps, n]`. The mean
+    leaves out the slowest tenth of the steps and the fastest tenth (`TRIM`), each
+    rounded down. The variance, divided by the number of steps, is the variance of the
+    trimmed mean; it is computed from winsorized values. It is 0 if there is only one
+    step.
     """
     steps = unit_s.shape[0]
     cut = int(TRIM * steps)
@@ -329,7 +334,7 @@ class Speeds:
 class SpeedEstimator:
     """An estimator of each node's seconds in any division (the units of each node).
 
-    It has the seconds per unit that were measured in the last `MOST` divisions.
+    It has the seconds per unit that were measured in the last 6 divisions (`MOST`).
     """
 
     num_nodes: int
@@ -343,8 +348,8 @@ class SpeedEstimator:
         """Returns the measured seconds of nodes under a load (the units of each node).
 
         A node without load gets estimated seconds. Returns None if the load is not
-        among the last `MOST` measured loads (`times`), or if a node with load has
-        drifted since the measurement.
+        among the last 6 measured loads (`times`), or if a node with load has drifted
+        since the measurement.
         """
         found = self.times.get(key_of(load))
         if found is None or (found.num_steps[load > 0] == 0).any():
@@ -363,7 +368,7 @@ class SpeedEstimator:
         A round is a series of steps with one load. Nodes that drifted (their seconds
         changed relative to the other nodes) keep only the measurements of this round.
         Drift is tested against earlier rounds with the same load. If there are more
-        than `MOST` loads, the load that was measured longest ago is dropped.
+        than 6 loads (`MOST`), the load that was measured longest ago is dropped.
 
         Args:
             busy_s: Seconds of local work of each node in each step, `[steps, n]`.
@@ -386,11 +391,13 @@ class SpeedEstimator:
         return SpeedEstimator(num_nodes=self.num_nodes, times=times, level=level), gone
 
     def _level(self, here: UnitTimes, load: Floats) -> float:
-        """Returns the factor by which all nodes are slower in `here` than estimated.
+        """Returns the factor by which all nodes are slower than estimated.
 
-        Below 1: faster. `here` was measured under `load` (the units of each node); the
-        estimate is that of `speeds` for this load. Returns 1 if no node has an
-        estimate, or if some nodes are slower and others are not.
+        Below 1: faster. `here` has the unit times measured under `load` (the units of
+        each node). The estimate is that of `speeds` for this load. If all nodes are
+        slower, the factor is that of the node that is the least slower; likewise if all
+        are faster. Returns 1 if no node with load has an estimate, or if some nodes are
+        slower and others are not.
         """
         known = (load > 0) & self.known
         expected = self.speeds().needed(load)
@@ -403,16 +410,16 @@ class SpeedEstimator:
         return np.any(steps, axis=0) if steps else np.zeros(self.num_nodes, bool)
 
     def speeds(self) -> Speeds:
-        """Fits fixed seconds and seconds per unit of each node to all measurements.
+        """Estimates each node's fixed seconds and seconds per unit of load.
 
-        The seconds of a node in a step are modelled as `fixed + load * unit`. The fit
-        minimizes a sum of squares: `(busy - fixed - load * unit) / error` of each
-        measured load, and `fixed / likely`, which keeps the fixed seconds small.
-        `likely` is the size of fixed seconds that the measurements of all nodes suggest
-        (`_Rows._likely`). If a unit takes the same seconds under different loads,
-        `likely` is 0, and so are the fixed seconds. A node without measurements gets no
-        fixed seconds and the median `unit_s` of the others. Without any measurement,
-        every unit counts as 1 second.
+        The seconds of a node in a step are modelled as fixed seconds, plus load times
+        seconds per unit. Both are fitted by least squares to all measured seconds of
+        the node, each weighted by its error. A penalty keeps the fixed seconds small:
+        it is weaker, the larger the fixed seconds that the measurements of all nodes
+        suggest (`_Rows._likely`). If a unit takes the same seconds under different
+        loads, the fixed seconds are about 0. A node without measurements gets no fixed
+        seconds, and the median seconds per unit of the measured nodes. Without any
+        measurement, every unit counts as 1 second.
         """
         known = self.known
         if not known.any():
@@ -425,13 +432,14 @@ class SpeedEstimator:
         return Speeds(fixed_s=fixed_s, unit_s=unit_s, error=float(error.max()))
 
     def _rows(self) -> tuple[Floats, Floats, Floats]:
-        """Returns three arrays `[divisions, n]` with a row for each load of `times`.
+        """Returns the measured loads, busy seconds and errors, `[divisions, n]` each.
 
-        The arrays are the load, the busy seconds of a step, and the relative standard
-        error of these seconds. The error is the root of a sum of squares: of the error
-        of the node's mean (`UnitTimes.error`), of `FLOOR`, and of `OTHERWISE` unless
-        this is the load with which the node was measured last. The error is infinite
-        where a node had no load, or has no measurements since its last drift.
+        There is a row for each load in `times`. The busy seconds are those of local
+        work in a step; the error is their relative standard error. The error is the
+        root of a sum of squares: of the error of the node's mean (`UnitTimes.error`),
+        of 0.002 (`FLOOR`), and of 0.01 (`OTHERWISE`) unless this is the load with which
+        the node was measured last. The error is infinite where a node had no load, or
+        has no measurements since its last drift.
         """
         load = np.array([list(it) for it in self.times])
         took = list(self.times.values())
@@ -447,12 +455,13 @@ class _Rows:
     """A least-squares fit of each node's busy seconds to its load, from measurements.
 
     Fits the seconds per unit of load and the fixed seconds of a step. The attributes,
-    `[n]` each, are weighted sums over the measured divisions (`ones` to `both`), the
+    `[n]` each, are the five sums over the measured divisions that a least-squares line
+    needs (such as of load times busy seconds, each term weighted by its accuracy), the
     shortest busy seconds, and the load and busy seconds that were measured last.
     """
 
     def __init__(self, load: Floats, busy: Floats, error: Floats) -> None:
-        """Computes the attributes; each node must be measured at least once.
+        """Adds up the measurements of each node, which must have at least one.
 
         Args:
             load: units of each node in each measured division, `[divisions, n]`.
@@ -493,7 +502,8 @@ class _Rows:
         fraction, common to all nodes, times the shortest measured busy seconds of the
         node. The fraction is a root mean square over the nodes that were measured with
         different loads, each fitted alone, with their noise subtracted. It is at most
-        `MOST_FIXED`. Without such nodes it is `LIKELY_FIXED`.
+        0.5 (`MOST_FIXED`). If no node was measured with different loads, it is 0.15
+        (`LIKELY_FIXED`).
         """
         area = self.ones * self.squared - self.load**2
         unlike = area > 1e-6 * self.ones * self.squared

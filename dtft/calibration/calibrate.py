@@ -96,10 +96,9 @@ class BenchmarkSizes:
         """Returns the sizes that a job of `num_processes` processes measures.
 
         One process measures all sizes. Several processes measure with longer loops
-        (`BenchmarkPace.among`). If the processes also share cores, as on CPU, only
-        every third size of collectives is measured, because each size is compiled
-        separately; and memory is measured with the longest loops (`_LONG`). `behind`
-        above 0 marks these platforms.
+        (`BenchmarkPace.among`). If the processes also share cores, as on CPU (`behind`
+        is above 0), only every third size of collectives is measured, because each size
+        is compiled separately. Memory is then measured with loops of 0.08 s (`_LONG`).
 
         In the example, four processes measure 3 of the 8 sizes of collectives on CPU,
         and all 8 on accelerators.
@@ -115,7 +114,7 @@ class BenchmarkSizes:
 
 
 def _powers(first: int, last: int, num: int) -> tuple[int, ...]:
-    """Returns `num` sizes from `first` to `last`, evenly spaced on a log scale.
+    """Returns `num` sizes in bytes, `first` to `last`, evenly spaced on a log scale.
 
     Sizes are rounded to multiples of 1024.
     """
@@ -178,7 +177,8 @@ def measure_devices(
 
     Args:
         devices: devices of one type; see `Cluster.from_devices`.
-        sizes: sizes to measure; default: `CPU` or `ACCELERATOR`, by the platform.
+        sizes: sizes to measure; default: those of the platform (`CPU` or
+            `ACCELERATOR`).
 
     Raises:
         ValueError: there is no device, the devices or hosts differ, or the catalog
@@ -278,7 +278,11 @@ def _compute(
 
 
 def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
-    """Times the functions in `microbenchmarks.ELEMENT_WISE`, such as exp and gelu."""
+    """Times element-wise functions: a norm, exp, gelu and softmax.
+
+    The functions are those in `microbenchmarks.ELEMENT_WISE`. The array is square, of
+    side `sizes.elements`.
+    """
     num = sizes.elements**2
     return [
         ElementTime(
@@ -295,8 +299,8 @@ def _elements(mesh: Any, sizes: BenchmarkSizes) -> list[ElementTime]:
 def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
     """Times convolutions, forward and backward, at the sizes in `sizes.convolutions`.
 
-    With `sizes.images`, also times the forward pass of a model's first convolution,
-    whose input is images with three channels.
+    If `sizes.images` is not None, also times the forward pass of a model's first
+    convolution, whose input is images with three channels.
     """
     times = [
         ConvolutionTime(
@@ -326,7 +330,9 @@ def _convolutions(mesh: Any, sizes: BenchmarkSizes) -> list[ConvolutionTime]:
 def _matmuls(
     mesh: Any, dtype: str, sizes: BenchmarkSizes
 ) -> tuple[list[MatmulTime], float]:
-    """Times matmuls of a dtype at all sizes.
+    """Times matmuls (m, k) by (k, n) of a dtype.
+
+    Each m of `sizes.rows` is combined with each (n, k) of `sizes.dims`.
 
     Returns:
         The times, and the least seconds that the host took to start a program.
@@ -346,9 +352,10 @@ def _collectives(
     """Times each kind of collective at each size, on one level of the fabric.
 
     A level is one stage of the links, such as those within a host or between hosts.
-    Each collective is timed in groups with the numbers of devices that `_group_sizes`
-    chooses. In jobs of several processes that share cores (`sizes.behind` above 0), the
-    kinds in `_OFTEN`, such as the all-reduce, are timed after matmuls, as in a step.
+    Each collective is timed in groups of up to three sizes, from the smallest to all
+    devices of the level (`_group_sizes`). In jobs of several processes that share cores
+    (`sizes.behind` is above 0), all-reduces, all-gathers and reduce-scatters (`_OFTEN`)
+    are timed after matmuls, as in a step. All others are timed alone.
 
     Args:
         devices: the devices, those of a host after each other.
@@ -437,7 +444,7 @@ def _ahead(
 ) -> list[PrefetchTime]:
     """Times gathers of parameters that run while earlier layers compute.
 
-    For each number of devices that `_group_sizes` chooses, times layers alone, gathers
+    For up to three numbers of devices (`_group_sizes`), times layers alone, gathers
     alone, and both together. Returns [] in a job of one process, or if `sizes.ahead` is
     empty.
 

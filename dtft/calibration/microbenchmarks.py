@@ -145,7 +145,7 @@ def _turns(run: Callable[[int], float], budget_s: float) -> int:
     """Finds a number of turns for which a loop takes at least `budget_s` seconds.
 
     `run` runs a number of turns and returns their seconds. The result is equal on all
-    processes, and at most `MOST_TURNS` even if these take fewer seconds.
+    processes, and at most 20,000 (`MOST_TURNS`) even if these take fewer seconds.
     """
     turns = 2
     while True:
@@ -247,7 +247,10 @@ def _norm(x: jax.Array) -> jax.Array:
 def element_wise_s(
     mesh: Mesh, name: str, side: int, pace: BenchmarkPace
 ) -> TimedProgram:
-    """Times a function of `ELEMENT_WISE` on a (side, side) array of float32."""
+    """Times an element-wise function on a (side, side) array of float32.
+
+    `name` is the function's key in `ELEMENT_WISE`, such as "gelu".
+    """
     function, _, _ = ELEMENT_WISE[name]
     return timed(mesh, lambda x: (function(x),), [(side, side)], jnp.float32, pace)
 

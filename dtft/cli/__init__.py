@@ -6,7 +6,8 @@
 * `jobs` (launch, agent, scale), `checkpoint`, `plan`, `predict`, `calibrate`: carry out
   the commands and print the results. `out_files`: checks of files that flags name.
 
-Drills and benches are in `dtft.drills`; `python -m dtft.cli` is the command `dtft`.
+Drills (runs with planned faults) and benchmarks are in `dtft.drills`. `python -m
+dtft.cli` is the command `dtft`.
 """
 
 from typing import TYPE_CHECKING

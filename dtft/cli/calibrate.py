@@ -24,6 +24,9 @@ _MOST = 256
 def run(options: "CalibrateCommand") -> int:
     """Runs `dtft calibrate`; returns the exit code 0.
 
+    Measures the devices, or reads the calibration that --given names. Fits it to the
+    logs that --runs names, prints the result, and writes it to --out.
+
     Raises:
         ValueError: --devices is out of range or more than the machine has, --out cannot
             be written, --runs names no file, or a given file cannot be read or is not
@@ -70,8 +73,8 @@ def _devices(number: int | None) -> list[Any]:
         number: number of devices; None: all devices.
 
     Raises:
-        ValueError: `number` is below 1, above `_MOST` (the largest value of --devices),
-            or above the number of the machine's devices.
+        ValueError: `number` is below 1, above 256 (the largest value of --devices), or
+            above the number of the machine's devices.
     """
     import jax
 
@@ -89,9 +92,10 @@ def _devices(number: int | None) -> list[Any]:
 
 
 def table(found: Calibration) -> str:
-    """Formats the calibration's figures as a table, with relative standard errors.
+    """Formats a calibration as a table: a line per figure, with its standard error.
 
-    The error is left empty for figures whose error is not known.
+    Errors are relative to the figure, and left empty if they are not known. Further
+    lines have the median error of each fit.
     """
     efficiency = found.efficiency
     lines = [f"{found.num_devices} x {found.device}, {found.software}", ""]

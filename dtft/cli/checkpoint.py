@@ -39,7 +39,11 @@ live job."""
 
 
 def storage_lines(record: Record) -> list[str]:
-    """Formats the record of a storage directory as lines: its steps and problems."""
+    """Formats the record of a storage directory as lines: its steps and problems.
+
+    A step is in the table with its size and time of writing, or in a line of its own
+    with the reason why it cannot be restored.
+    """
     rows = [
         (it["step"], size_text(it["num_bytes"]), _when(it["written"]))
         for it in record["steps"]
@@ -64,7 +68,11 @@ def storage_lines(record: Record) -> list[str]:
 
 
 def job_record(state: "JobState") -> Record:
-    """Converts the state of a live job into a record of plain values."""
+    """Converts the state of a live job into a dict of values that JSON can hold.
+
+    It has the job's assignment, its commits (newest first), its storage directory, and
+    for each host the steps that it holds and the bytes of its arena.
+    """
     assignment = state.view.assignment
     return {
         "job": state.job,
@@ -520,7 +528,7 @@ def _verify_job(observer: "Observer", *, rate: int, timeout_s: float) -> Printed
 class _Progress:
     """Prints how many bytes of their copies the hosts of a job have read.
 
-    Prints at most one line in `PROGRESS_S` seconds.
+    Prints at most one line in 5 seconds (`PROGRESS_S`).
     """
 
     def __init__(self) -> None:
@@ -530,8 +538,8 @@ class _Progress:
     def told(self, host: str, read: int, total: int) -> None:
         """Records that a host has read `read` of the `total` bytes of its copies.
 
-        Prints one line with the sums over all hosts if `PROGRESS_S` seconds have passed
-        since the last line (or since the start, for the first line).
+        Prints one line with the sums over all hosts if 5 seconds (`PROGRESS_S`) have
+        passed since the last line, or since the start for the first line.
         """
         with self._lock:
             self._hosts[host] = read, total
@@ -581,8 +589,8 @@ def _observer(job: "JobFlags") -> "Iterator[Observer]":
 def _use_cpu() -> None:
     """Makes JAX use the CPU and allow 64-bit values; hides needless messages.
 
-    The hidden messages are Orbax's log lines below ERROR, and the tracebacks that
-    `_without_echoes` drops.
+    The hidden messages are Orbax's log lines below ERROR, and the tracebacks of reads
+    that Orbax abandons after another read has failed.
     """
     import jax
 
@@ -595,8 +603,9 @@ def _use_cpu() -> None:
 def _without_echoes(shown: Callable[[Any], Any], unraisable: Any) -> None:
     """Passes an unraisable exception to `shown`, unless an abandoned read caused it.
 
-    When Orbax fails to read one array, it abandons the reads of the others. TensorStore
-    then prints a traceback for each of these reads, which would hide the real error.
+    This is a `sys.unraisablehook`; `shown` is the hook that it replaces. When Orbax
+    fails to read one array, it abandons the reads of the others. TensorStore then
+    prints a traceback for each of these reads, which would hide the real error.
     """
     if str(unraisable.exc_value) != "Event loop is closed":
         shown(unraisable)

@@ -14,14 +14,18 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 
 def _hint(default: str) -> str:
-    """Formats a default for the help text; "" if the default is empty or None."""
+    """Formats a flag's default as `(default: VALUE)` for its help text.
+
+    Returns "" if the default is an empty string or None.
+    """
     return "" if default in ("", "''", "None") else f"(default: {default})"
 
 
 def _told(metavar: str, **how: Any) -> Any:
-    """Makes the annotation of a flag whose value is called `metavar` in the help.
+    """Makes the annotation that tells tyro how to parse and describe a flag.
 
-    `how` has further arguments of `tyro.conf.arg`.
+    The help calls the flag's value `metavar`, and shows the default unless it is empty.
+    `how` has further keyword arguments of `tyro.conf.arg`.
     """
     return arg(metavar=metavar, help_behavior_hint=_hint, **how)
 
@@ -324,7 +328,10 @@ class BenchCommand:
             )
 
     def run(self, words: list[str]) -> int:
-        """Runs the rounds and compares the step times; returns the exit code."""
+        """Measures and compares the step times; returns the exit code.
+
+        Trains without and with the memory tier, one after the other, --rounds times.
+        """
         from dtft.cli.out_files import check_writable
         from dtft.drills import run_bench
 

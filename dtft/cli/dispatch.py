@@ -127,10 +127,11 @@ def _parsed(
 
 
 def _tell_keys(name: str, words: Sequence[str]) -> None:
-    """Prints the help of flags that `command.run` parses, such as the config's keys.
+    """Prints the help of the flags that a command parses itself, such as config keys.
 
-    tyro has already printed the help of the other flags. Prints nothing if the words
-    without --help are not a valid command line.
+    These are not fields of the command's class: its method `run` parses them. tyro has
+    already printed the help of the fields. Prints nothing if the words without --help
+    are not a valid command line.
 
     Args:
         name: name of the command.
@@ -195,8 +196,11 @@ def _without_command(given: list[str]) -> NoReturn:
 def _listed(name: str, kind: type) -> Any:
     """Makes a command's entry for the list of commands in the help.
 
-    `name` is the command's last word, `kind` its class. The entry's text is the first
-    paragraph of the command's docstring.
+    The entry has the command's name and the first paragraph of its class's docstring.
+
+    Args:
+        name: the last word of the command's name, such as `ls`.
+        kind: the command's class.
     """
     about = _text(kind).partition("\n\n")[0]
     return Annotated[kind, tyro.conf.subcommand(name, description=about)]

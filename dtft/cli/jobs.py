@@ -162,7 +162,8 @@ def _exit_code(result: dict[str, Any], config: AgentConfig, stored: int) -> int:
     launching process prints it.
 
     Args:
-        result: the job's result; the parsed JSON that `run_at` returns.
+        result: the job's result from etcd: its status, and its last step or the message
+            and exit code of its error.
         config: config of this host's agent.
         stored: the newest step in storage; 0 if there is none.
 
@@ -229,8 +230,9 @@ def _agent_config(options: "AgentCommand", words: list[str]) -> AgentConfig:
 def can_swap(cluster: ClusterConfig) -> bool:
     """Whether trainers can keep their processes when another host is lost (hot swap).
 
-    False if the config switches it off. False on TPUs, where a JAX process can join
-    only one mesh in its life.
+    False if the config switches hot swaps off (`hot_swap`). Also False on TPUs, where a
+    JAX process can join only one mesh in its life: libtpu is installed, and a host uses
+    all its accelerators (`devices_per_host` is -1).
     """
     return cluster.hot_swap and (
         cluster.devices_per_host > 0 or find_spec("libtpu") is None
@@ -436,9 +438,14 @@ def _changed(
 
 
 def drained_line(job: str, found: dict[str, Any]) -> str:
-    """Formats the result of `job_changes.drain` as a line of text.
+    """Formats the result of draining a host (`job_changes.drain`) as a line of text.
 
-    In the example `slot` is -1: the host had no slot.
+    Args:
+        job: name of the job.
+        found: `host` is the drained host, `slot` the slot that it had; -1 if it had
+            none, as in the example. With a slot: `step` is the step from which the job
+            went on, `seconds` the time that the change took, `bytes_from_peers` and
+            `bytes_from_storage` the bytes that were restored.
 
     >>> drained_line("j", {"host": "a", "slot": -1})
     'a leaves job j; it had no slot'
@@ -454,13 +461,15 @@ def drained_line(job: str, found: dict[str, Any]) -> str:
 
 
 def line(job: str, found: dict[str, Any]) -> str:
-    """Formats the result of `job_changes.scale` as a line of text.
+    """Formats the result of scaling a job (`job_changes.scale`) as a line of text.
 
-    `before` is the number of replicas before the change, `hosts` the number of hosts
-    with a slot, `step` the step from which the job went on. There is no `step` in two
-    cases: if no change was necessary, as in the example; and if the leader changed
-    meanwhile, so that the request was sent twice and the first one may have made the
-    change (`asked_again` is true).
+    Args:
+        job: name of the job.
+        found: `replicas` and `before` are the numbers of replicas after and before the
+            change, `hosts` is the number of hosts with a slot, `step` the step from
+            which the job went on. There is no `step` if no change was necessary, as in
+            the example. There is none either if the leader changed and the request was
+            sent again (`asked_again`): the first request may have made the change.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'

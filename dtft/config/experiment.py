@@ -78,12 +78,13 @@ class BalanceConfig:
             raise ValueError(f"balance.{error}") from None
 
     def rules(self, policy: Policy) -> Rules:
-        """Converts these settings to the `Rules` of `dtft.balance`, for a given policy.
+        """Returns the rules by which `dtft.balance` changes shares under a policy.
 
-        `policy` takes the place of `self.policy`. The rules also have `least_gain` and
-        `noise_factor`, which say how large a gain must be to change shares, and
-        `patience`, the number of rounds without a change of shares or a drift of speeds
-        after which the shares count as settled.
+        The rules have `policy` in place of this config's policy; the other values are
+        the config's. They are the least gain for which shares change, as a fraction of
+        a step (`least_gain`) and in standard errors of the measured times
+        (`noise_factor`), and the number of rounds without a change of shares or a drift
+        of speeds after which the shares count as settled (`patience`).
         """
         return Rules(
             policy=policy,
@@ -115,9 +116,10 @@ class BalanceConfig:
 class PipelineConfig:
     """How rows pass through the stages of a pipeline, if `mesh.stage` is above 1.
 
-    A replica's rows are divided into `microbatches` parts, and each stage has
-    `virtual_stages` chunks of neighbouring layers. The fraction of time in which a
-    stage is idle is `(stages - 1) / (microbatches x virtual_stages + stages - 1)`.
+    The rows of a data slot (one of the `replica` x `fsdp` equal parts of a batch) are
+    divided into `microbatches` parts. Each stage has `virtual_stages` chunks of
+    neighbouring layers. The fraction of time in which a stage is idle is `(stages - 1)
+    / (microbatches x virtual_stages + stages - 1)`.
     """
 
     microbatches: int = 4
@@ -451,8 +453,9 @@ class CheckpointConfig:
     def cadence(self) -> Cadence:
         """The rule that says after which steps a starting job takes snapshots.
 
-        With interval=auto the job takes a snapshot after every step, until it has
-        measured the costs that give a longer interval.
+        With interval=auto the job takes a snapshot after every step at first. Once it
+        has measured how many seconds of training a snapshot costs, it computes a longer
+        interval.
         """
         if self.interval == "auto":
             return Cadence(interval=1, period=self.max_interval)

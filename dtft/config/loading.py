@@ -275,7 +275,7 @@ def named_configs() -> Path:
     """Returns the folder of the configs that come with dtft.
 
     In a wheel the folder is inside the package. In a checkout, which may be installed
-    as editable, the folder is beside the package.
+    as editable, the folder is next to the package.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "config" / "named"
@@ -347,7 +347,8 @@ def refuse_other(saved: str, now: str, where: str | Path) -> None:
     of the checkpoint.
 
     Raises:
-        ConfigError: the configs differ in a key that must be equal.
+        ConfigError: the configs differ in a key that must be equal to resume, such as
+            one of the model (see `shape_relevant`).
     """
     lines = diff_configs(shape_relevant(saved), shape_relevant(now))
     if lines:
@@ -370,8 +371,8 @@ def _for_plan(default: Experiment, overrides: Sequence[str], prog: str) -> Exper
     """Returns `default` with the default mesh and pipeline if --plan is given.
 
     Returns `default` unchanged without --plan. Also returns `default` unchanged if
-    `overrides` sets keys of mesh or pipeline beside --plan, because `Experiment`
-    refuses this combination later.
+    `overrides` sets keys of mesh or pipeline in addition to --plan, because
+    `Experiment` refuses this combination later.
 
     Args:
         default: the experiment of the config file.

@@ -50,7 +50,7 @@ class Disk:
             return None
 
     def has_room(self) -> bool:
-        """Whether the directory's disk is writable and has `ROOM_BYTES` free.
+        """Whether the directory's disk is writable and has 1 MiB free (`ROOM_BYTES`).
 
         If not, a warning is printed, as in `attempt`.
         """

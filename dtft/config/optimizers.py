@@ -193,8 +193,8 @@ class OptimConfig:
         """Whether the optimizer takes local gradients, not their mean over replicas.
 
         False in this base class. An optimizer for which it is True communicates over
-        the axis that `build` is given, and marks state that differs per replica
-        (`dtft.optim.per_replica`).
+        the mesh axis whose name `build` gets, and marks the state that differs per
+        replica (`dtft.optim.per_replica`).
         """
         return False
 

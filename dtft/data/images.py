@@ -39,11 +39,17 @@ Box = tuple[float, float, float, float]
 def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
     """Returns a crop with a random area, aspect ratio and position.
 
-    `AREA` has the limits of the area as a share of the image's area, `ASPECT` the
-    limits of the aspect ratio (width to height). If none of ten random crops fits into
-    the image, returns the largest centred crop within the limits of `ASPECT`. The
-    result is (left, upper, right, lower) in pixels; `width` and `height` are the
-    image's size in pixels.
+    The area is 8 to 100 % of the image's area (`AREA`). The aspect ratio, width to
+    height, is 3/4 to 4/3 (`ASPECT`). If none of ten random crops fits into the image,
+    returns the largest centred crop with an aspect ratio in this range.
+
+    Args:
+        width: width of the image in pixels.
+        height: height of the image in pixels.
+        random: the source of all random numbers.
+
+    Returns:
+        The crop as (left, upper, right, lower) in pixels.
     """
     low, high = math.log(ASPECT[0]), math.log(ASPECT[1])
     for _ in range(10):
@@ -59,9 +65,10 @@ def random_box(width: int, height: int, random: "np.random.Generator") -> Box:
 
 
 def centre_box(width: int, height: int, share: float) -> Box:
-    """Returns the centred square whose side is `share` of the shorter side.
+    """Returns the centred square whose side is `share` of the image's shorter side.
 
-    The result is (left, upper, right, lower) in pixels.
+    `width` and `height` are the image's size in pixels; `share` is above 0 and at most
+    1. The result is (left, upper, right, lower) in pixels.
 
     >>> centre_box(400, 256, 0.875)
     (88.0, 16.0, 312.0, 240.0)

@@ -116,15 +116,18 @@ def permuted(values: np.ndarray, size: int, seed: int) -> np.ndarray:
 
 
 def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
-    """Encrypts each value below `size` once or more, until the result is below `size`.
+    """Encrypts each value below `size` until the result is below `size`, too.
 
-    The cipher has 16 bits, so `size` is at most 2^16 + 1. `keys` are the keys of the
-    cipher's rounds. The work is done with a table of all 16-bit values that maps a
-    value below `size` to itself, and any other value to its encryption. The table is
-    composed with itself a few times, so that one look-up encrypts several times.
+    A table of all 16-bit values maps a value below `size` to itself, and any other
+    value to its encryption. The table is composed with itself a few times, so that one
+    look-up encrypts several times.
+
+    Args:
+        keys: the keys of the rounds of the 16-bit cipher.
+        size: the limit, at most 2^16 + 1.
 
     Returns:
-        int64, the result for each value below `size` and 2^16.
+        The results in the order of the values; int64 [min(size, 2^16)].
     """
     ahead = _encrypted_all(keys)
     found = ahead[:size].copy()
@@ -137,10 +140,10 @@ def _ends_of_walks(keys: list[int], size: int) -> np.ndarray:
 
 
 def _encrypted_all(keys: list[int]) -> np.ndarray:
-    """Encrypts all 16-bit values, as `_encrypted` does: [2^16] int64, in order.
+    """Encrypts all 16-bit values by the block cipher; int64 [2^16], in their order.
 
-    `keys` are the keys of the cipher's rounds. Each round looks up the round function
-    of an 8-bit half in a table.
+    `keys` has the key of each round of the cipher. A round splits a value into two
+    halves of 8 bits, and looks the round function of a half up in a table.
     """
     halves = np.arange(256, dtype=np.uint64)
     table = _mixed(halves, bits=8).astype(np.uint8)
@@ -153,9 +156,12 @@ def _encrypted_all(keys: list[int]) -> np.ndarray:
 
 
 def _encrypted(values: np.ndarray, *, bits: int, keys: list[int]) -> np.ndarray:
-    """Encrypts values of `bits` bits by a Feistel network of Simon's round function.
+    """Encrypts values by a Feistel network with the round function of Simon.
 
-    `keys` has the key of each round; an even number of rounds.
+    Args:
+        values: [N] uint64, each below 2^bits.
+        bits: the number of bits of a value, even.
+        keys: the key of each round; an even number of keys.
     """
     word = np.uint64(bits // 2)
     mask = np.uint64(2 ** (bits // 2) - 1)
@@ -275,9 +281,10 @@ class Source:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether a caller should read rows ahead, by `batches` instead of `batch`.
+        """Whether a caller should read batches ahead of their use, with `batches`.
 
-        True if the samples are read on demand, by more than one thread.
+        True if the samples are read on demand, by more than one thread. Otherwise
+        `batch` is enough: it reads one batch when it is needed.
         """
         return self._num_threads > 1
 

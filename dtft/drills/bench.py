@@ -1,13 +1,13 @@
 """`dtft bench`: the memory tier's cost, as wall time per step with the tier off and on.
 
-Runs the same job repeatedly on a local cluster, with the tier off and on in turn, so
-that noise of the machine affects both alike. A round is one run with the tier off and
-one with the tier on. Prints the median step times, and the median over the rounds of
-the ratio of both runs' step times (tier on to tier off). The runs with the tier on use
-the config's snapshot interval, so `--checkpoint.interval auto` measures the cost of the
-automatic interval. Periodic writes to storage are off in all runs. Also prints for how
-long a snapshot blocks training, and the processor time of an agent for each commit. No
-figure is compared with a target.
+The memory tier keeps copies of the state in the hosts' memory. The benchmark runs one
+job repeatedly on a local cluster, alternately with the tier off and on, so noise of the
+machine affects both. A pair is one run with the tier off and the next run, with the
+tier on. Prints the median step time with the tier off, that with the tier on, and the
+slowdown: the ratio of the two step times of a pair (on to off), as the median over the
+pairs. Runs with the tier on take a snapshot at the config's interval. Periodic writes
+to storage are off in all runs. Also prints for how long a snapshot blocks training, and
+the processor time of an agent per commit.
 """
 
 import json
@@ -49,7 +49,7 @@ def run_bench(options: "BenchCommand", words: list[str]) -> int:
         ValueError: wrong input, or etcd does not start.
         FileNotFoundError: there is no etcd executable.
         SystemExit: CONFIG or a key of it is wrong; or a run ended without a result, was
-            too short to be timed, or did not end within `DEADLINE_S`.
+            too short to be timed, or did not end within 600 s (`DEADLINE_S`).
     """
     experiment, overrides = for_clusters(options, words, "dtft bench")
     steps = experiment.stop.steps
@@ -83,7 +83,7 @@ def tier_off(steps: int) -> list[str]:
 def measure_tier(
     experiment: Experiment, runs: Mapping[str, Sequence[str]], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs several variants of one experiment in turns; prints each run's step time.
+    """Runs variants of one experiment alternately; prints each run's step time.
 
     Args:
         experiment: the experiment; its name, cluster and checkpoint settings are used.
@@ -93,13 +93,14 @@ def measure_tier(
 
     Returns:
         Maps the name of each variant to the parsed summary.json of its runs, in order.
-        Runs with 20 commits or more also have `agents_cpu_s`, see `cpu_per_commit`.
+        Runs with 20 commits or more normally also have `agents_cpu_s`: host to its
+        agent's processor seconds per commit (`cpu_per_commit`).
 
     Raises:
         ValueError: etcd does not start.
         FileNotFoundError: there is no etcd executable.
         SystemExit: a run ended without a result, was too short to be timed, or did not
-            end within `DEADLINE_S`.
+            end within 600 s (`DEADLINE_S`).
     """
     seen: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     for number in range(rounds):
@@ -116,19 +117,20 @@ def measure_tier(
 def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Summarizes the runs: medians of the step time, the stall and the slowdown.
 
-    `seen` maps "off" and "on" to the summaries of the runs without and with the memory
-    tier; the runs with the same index are a round.
+    `seen` maps "off" to the summaries (parsed summary.json) of the runs without the
+    memory tier, and "on" to those of the runs with it; the n-th runs of both lists are
+    a pair.
 
     Returns:
         `step_s_off`, `step_s_on`: median seconds per step without and with the memory
-        tier. `ratios`: for each round, the step time with the tier divided by the step
+        tier. `ratios`: for each pair, the step time with the tier divided by the step
         time without the tier. `ratio`: the median of `ratios`. `stall_s`: median
-        seconds for which a snapshot blocks training. `agent_cpu_s`: median, over all
-        agents of all runs with the tier, of an agent's processor time in seconds for
-        each commit. `leader_cpu_s`: median, over these runs, of the time of the agent
-        that used most. Both times are missing if no run had 20 commits. `snapshots`:
-        number of snapshots in the first run with the tier. `interval`: steps between
-        snapshots at the end of the last run with the tier.
+        seconds for which a snapshot blocks training. `agent_cpu_s`: processor seconds
+        of an agent per commit, as the median over all agents of all runs with the tier.
+        `leader_cpu_s`: the same for the agent that used most in its run, as the median
+        over these runs. Both are missing if no run was long enough to measure them.
+        `snapshots`: number of snapshots in the first run with the tier. `interval`:
+        steps between snapshots at the end of the last run with the tier.
 
     >>> figures = summarize({"off": [{"step_s": 1.0}], "on": [
     ...     {"step_s": 1.5, "stall_s": 0.25, "snapshots": 9, "interval": 1}]})
@@ -165,19 +167,20 @@ Sample = tuple[float, dict[str, float]]
 def cpu_per_commit(
     samples: Sequence[Sample], commits_at: Sequence[float]
 ) -> dict[str, float]:
-    """Computes the processor time of each agent for each commit, in seconds.
+    """Computes the processor seconds of each agent per commit of the job.
 
     Args:
         samples: measurements in order of time: a wall-clock time in seconds, and a map
             from host to the processor seconds that its agent has used until then.
-        commits_at: wall-clock times of the commits in seconds, in order. The first
-            quarter (`WARM_UP`) of the commits is left out.
+        commits_at: wall-clock times of the job's commits in seconds, in order. The
+            first quarter of the commits is left out (`WARM_UP`).
 
     Returns:
         Maps host to seconds per commit: the processor seconds between the first and the
-        last sample, divided by the number of commits between them. Only samples that
-        have all agents, and lie within the commits that are not left out, are used. {}
-        with fewer than 20 commits, or with fewer than two such samples.
+        last used sample, divided by the number of commits between them. A sample is
+        used if it has all agents and was taken between the first commit that counts and
+        the last commit. {} with fewer than 20 commits, with fewer than two used
+        samples, or without a commit between them.
 
     In the example there is a commit every second, and the first 10 are left out. The
     agent uses 2 s of processor time for the 20 commits from second 11 to 30.

@@ -1,12 +1,13 @@
 """Compares a drill's faulted run with the undisturbed run; makes and prints a record.
 
-Both runs must end at the same step, the final states must have equal bytes, and every
-sample must be used exactly once.
+A drill is a run with planned faults. Both runs must normally end at the same step, with
+final states of equal bytes, and every sample must be used exactly once.
 
-If the mesh changed, or if load balancing changes the shares (microbatches of each
-replica), the bytes may differ. Then the losses must agree up to rounding, a state
-restored onto another mesh must equal the committed state, and a restart with the same
-number of replicas must begin with the shares of the restored step.
+Two kinds of runs may end with other bytes: those whose mesh changed, and those with
+load balancing, which changes the shares (microbatches of each replica). Then the losses
+must agree up to rounding, a state restored onto another mesh must equal the committed
+state, and a restart with the same number of replicas must begin with the shares that
+were in force after the restored step.
 
 The files of the runs are only read.
 """
@@ -35,14 +36,16 @@ Span = tuple[float, float]
 def fault_fields(strike: InjectedFault) -> dict[str, Any]:
     """Returns a drill record's fields about a fault that lasts; {} for other faults.
 
-    Faults that last are the kinds in `INTERRUPTIONS`, such as stops, cuts and pauses.
+    A fault lasts if it is a stop (SIGSTOP) of processes, a cut, a pause of the store,
+    or a full or read-only directory (`INTERRUPTIONS`).
 
     Returns:
-        `until`: wall-clock time at which the fault was undone. `stopped_s`: seconds
-        from the fault until `until`. Both are None if the fault was not undone.
-        `killed_after_s`: seconds from the fault until all processes that it stopped had
-        ended; missing if some had not. `steps_per_s`, `steps_per_s_during`: steps per
-        second before and during a `pause-store`; missing for other kinds.
+        `until`: wall-clock time in seconds at which the fault was undone. `stopped_s`:
+        seconds from the fault until then. Both are None if the fault was not undone.
+        `killed_after_s`: seconds from the fault until all processes that it suspended
+        had ended; missing if some had not, or if it suspended none. `steps_per_s`,
+        `steps_per_s_during`: training steps per second before and during a pause of the
+        store, None if too few steps were seen; missing for other kinds.
     """
     if strike.fault.kind not in INTERRUPTIONS:
         return {}
@@ -63,14 +66,16 @@ def agents(
 ) -> dict[str, dict[str, Any]]:
     """Finds the longest call of each agent's event loop in the faulted run.
 
-    Maps each host to the result of `longest_call`. Time in which a fault had stopped
-    the agent does not count. The calls are read from the file `loop-HOST.json`, which
-    an agent writes when it ends. A host whose file is missing or unreadable is left
-    out.
+    Time in which a fault had suspended the agent does not count. The calls are read
+    from the file `loop-HOST.json`, which an agent writes when it ends.
 
     Args:
         faulted: directory of the run with faults.
         injected: the faults of this run.
+
+    Returns:
+        Maps each host to the call's seconds (`longest_call_s`) and its name (`what`). A
+        host whose file is missing or unreadable is left out.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(faulted.glob("loop-*.json")):
@@ -84,8 +89,8 @@ def agents(
 def _stops(host: str, injected: Sequence[InjectedFault]) -> list[Span]:
     """Lists the time spans in which faults had suspended a host's agent.
 
-    These faults are `stop-agent` and `stop-host`. A span without an end has the end
-    infinity.
+    These faults are `stop-agent` and `stop-host`. A span is (begin, end), wall-clock
+    times in seconds; the end is infinity if the fault was not undone.
     """
     return [
         (strike.at, strike.until or float("inf"))
@@ -97,18 +102,20 @@ def _stops(host: str, injected: Sequence[InjectedFault]) -> list[Span]:
 def longest_call(
     calls: Sequence[dict[str, Any]], stops: Sequence[Span]
 ) -> dict[str, Any]:
-    """Finds the longest call of an event loop, without the time in `stops`.
+    """Finds the longest call of an event loop; time while suspended does not count.
 
     Args:
         calls: for each call, its name (`what`, such as "tick"), the `seconds`
             that the call took, and the wall-clock time of its start (`at`).
-        stops: spans of time in which the process of the event loop was stopped.
+        stops: spans of wall-clock time, (begin, end), in which the loop's process was
+            suspended (SIGSTOP).
 
     Returns:
-        The call's seconds as `longest_call_s`, and its `what`. Without calls these are
-        0 and "".
+        `longest_call_s`, the call's seconds outside of `stops`, and its name as `what`.
+        Without calls these are 0 and "".
 
-    In the example 10 of the 10.5 s of `tick` are in a stop, so `view` took longest.
+    In the example the loop was suspended for 10 of the 10.5 s of the call "tick", so
+    the call "view" took longest.
 
     >>> calls = [{"what": "tick", "seconds": 10.5, "at": 100.25},
     ...          {"what": "view", "seconds": 0.75, "at": 90.0}]
@@ -127,10 +134,11 @@ def longest_call(
 
 
 def interruption_lines(record: dict[str, Any]) -> list[str]:
-    """Formats the faults of a drill's record that last, such as stops, one per line.
+    """Formats lines of a drill's record: its lasting faults, and two further checks.
 
-    `record` is that of `judge`. A further line has the longest event-loop call of all
-    agents. Each leftover of the run on the machine, such as a process, has a line too.
+    Each fault that lasts, such as a stop or a cut, has a line. One line has the longest
+    event-loop call of all agents. Each leftover of the run on the machine, such as a
+    process, has a line. `record` is the drill's record, as `judge` makes it.
     """
     said = []
     for entry in record["faults"]:
@@ -187,12 +195,12 @@ def attempts(directory: Path) -> list[Record]:
     Each start of the trainers begins an attempt.
 
     Returns:
-        For each attempt: `step`: the step that the attempt restored. `shares`:
-        microbatches of each replica when the attempt began. `replayed`: whether these
-        are the shares that an earlier attempt had right after `step`; also True for the
-        first attempt, and if the number of replicas changed. `unknown`: names of the
-        replicas without measured times when the attempt began. `found`: the shares at
-        the end of the attempt.
+        For each attempt: `step`: the step that the attempt restored. `shares`: the
+        numbers of microbatches per step, one for each replica, when the attempt began.
+        `replayed`: whether these are the shares that were in force after the restored
+        step before; also True for the first attempt, and if the number of replicas
+        changed. `unknown`: names of the replicas without measured times when the
+        attempt began. `found`: the shares at the end of the attempt.
     """
     path = directory / BALANCE_FILE
     lines = path.read_text().splitlines() if path.exists() else []
@@ -202,11 +210,12 @@ def attempts(directory: Path) -> list[Record]:
 def judged(records: Sequence[Record]) -> list[Record]:
     """Lists a run's attempts (starts of its trainers) from its log of load balancing.
 
-    `records` are the parsed lines of `balance.jsonl`; the result is that of `attempts`.
+    `records` are the parsed lines of the log, the file `balance.jsonl`. The result has
+    the fields that `attempts` describes.
 
     In the example the first attempt changes its shares after step 4, at the end of a
     round (some steps with the same shares). The second attempt restores step 5 and
-    begins with these shares, so its `replayed` is True.
+    begins with the same shares, so its field `replayed` is True.
 
     >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
     >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
@@ -282,13 +291,14 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
         events: events of the faulted run.
 
     Returns:
-        The fields of each event "resized" (such as `step`, the restored step, and
-        `leaves`, the number of leaves), and: `hosts`: the numbers of hosts before and
-        after. `control_root`: the digest over the undisturbed run's state at the
-        restored step; None if the faulted run had changed its number of hosts before,
-        or if the undisturbed run did not commit the step. `bit_exact`: whether the
-        digests of the committed state, of the restored state and, if known, of the
-        undisturbed run's state are equal, and no leaf differs.
+        For each restore the fields of its event "resized" (such as `step`, the restored
+        step, and `leaves`, the number of leaves), and three more. `hosts`: the numbers
+        of hosts before and after the change. `control_root`: the digest over the
+        undisturbed run's state at the restored step; None if the faulted run had
+        changed its number of hosts earlier, too, or if the undisturbed run did not
+        commit the step. `bit_exact`: whether the committed state, the restored state
+        and, if its digest is known, the undisturbed run's state have equal digests, and
+        no leaf differs.
     """
     roots = {
         event["step"]: event.get("root")
@@ -321,12 +331,13 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
         segments: the steps to compare, as `surviving_segments` lists them.
 
     Returns:
-        `steps`: the number of compared steps. `missing`: steps without a loss in one of
-        the runs. `largest_difference`, at step `at_step`: the largest difference of a
-        loss, as a fraction of the undisturbed run's first loss; infinite if no step has
-        a loss in both runs. `tolerance`: the largest allowed difference, as the same
-        fraction (`LOSS_TOLERANCE`). `within_tolerance`: whether no loss is missing and
-        no difference exceeds `tolerance`.
+        `steps`: the number of steps with a loss in both runs. `missing`: the numbers of
+        the other steps. `largest_difference`: the largest difference between the two
+        losses of a step, as a fraction of the undisturbed run's first loss; infinite if
+        no step has both losses. `at_step`: the number of the step with this difference;
+        0 for none. `tolerance`: the largest allowed difference, as the same fraction.
+        `within_tolerance`: whether no loss is missing and no difference is larger than
+        allowed.
     """
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)
@@ -372,7 +383,8 @@ def _losses(directory: Path) -> dict[tuple[Epoch, int], float]:
 def resize_lines(record: dict[str, Any]) -> list[str]:
     """Formats each change of the number of hosts as a line, and the losses as another.
 
-    The losses are those that `compare_losses` has compared, if any.
+    The line about losses has the largest difference between the losses of the faulted
+    and the undisturbed run. There is none if the drill did not compare losses.
     """
     lines = []
     for it in record["resized"]:
@@ -411,12 +423,13 @@ def judge(
         left_behind: names of the faulted run's leftovers on the machine.
 
     Returns:
-        The record. `ok`: whether all faults have happened and are over, and `is_good`
-        holds. `final_step`: the last step in the faulted run's storage.
-        `expected_step`: the step that `final_step` must be: the undisturbed run's last
-        step, or the last committed step if a fault makes the job end with an error.
-        `expected_step` is None (any step is right) if the losses decide when a run ends
-        (`stop.metric`) and the two runs' losses are equal only up to rounding.
+        The record. `ok`: whether all faults have happened and are over, and the faulted
+        run passes all checks (`is_good`). `final_step`: the last step in the faulted
+        run's storage. `expected_step`: the step at which the faulted run must end: the
+        undisturbed run's last step, or the faulted run's last committed step if a fault
+        makes the job end with an error. It is None (any step is right) if the losses
+        decide when a run ends (config key `stop.metric`) and the two runs' losses need
+        be equal only up to rounding.
     """
     events = read_events(faulted)
     ended = [event for event in events if event["event"] == "end"]
@@ -491,7 +504,7 @@ def is_good(record: dict[str, Any]) -> bool:
 def ended_at_expected_step(record: dict[str, Any]) -> bool:
     """Whether the `final_step` of a drill's record equals its `expected_step`.
 
-    True for every `final_step` if `expected_step` is None.
+    Also True if the expected step is None: then the run may end at any step.
 
     >>> ended_at_expected_step({"final_step": 50, "expected_step": 300})
     False
@@ -568,10 +581,13 @@ def _recoveries(
 ) -> list[dict[str, Any]]:
     """Lists the recoveries, with their durations counted from the injected fault.
 
-    `events` are the faulted run's, `injected` its faults. The job itself counts the
-    durations from the detection of the fault. If several faults were injected since the
-    previous recovery, durations count from the first. If none was, the job's durations
-    are kept.
+    The job itself counts the duration of a recovery from the detection of the fault. If
+    several faults were injected since the previous recovery, the duration counts from
+    the first. If none was, the job's duration is kept.
+
+    Args:
+        events: events of the faulted run.
+        injected: the faults that were injected into it.
     """
     found, previous = [], 0.0
     for event in events:
@@ -614,9 +630,10 @@ def _replicated(recovery: dict[str, Any], events: Events) -> dict[str, Any]:
     again (re-replication).
 
     Returns:
-        `replicated_s`: seconds until the copies were complete. `bytes_re_replicated`:
-        the bytes copied. `healthy`: whether all requested copies were then in separate
-        failure domains. These are None, 0 and None if the copies never became complete.
+        `replicated_s`: seconds that the re-replication took. `bytes_re_replicated`: the
+        bytes copied. `healthy`: whether each slice then had as many copies as the
+        config demands, each in another failure domain. These are None, 0 and None if
+        the re-replication did not end.
     """
     epoch = recovery["generation"], recovery["attempt"]
     for event in events:
@@ -649,10 +666,15 @@ def _strike(strike: InjectedFault, events: Events) -> dict[str, Any]:
 
 
 def _outage(strike: InjectedFault, events: Events) -> dict[str, int]:
-    """Counts the steps and commits during a store outage, and the commits after it.
+    """Counts the steps and commits while a killed store was away, and commits after.
 
-    `strike` is the fault `kill-store`. Returns the counts as `steps_during_outage`,
-    `commits_during_outage` and `commits_after_outage`.
+    Args:
+        strike: the record of a fault `kill-store`.
+        events: events of the faulted run.
+
+    Returns:
+        `steps_during_outage`: training steps finished during the outage.
+        `commits_during_outage` and `commits_after_outage`: numbers of commits.
     """
     back = strike.at + STORE_AWAY_S
     commits = [event["time"] for event in events if event["event"] == "commit"]
@@ -669,9 +691,16 @@ def surviving_segments(
     """Lists for each attempt the steps that no later attempt repeats.
 
     An attempt is a start of the trainers. A later attempt repeats the steps after the
-    one that it restores. `last` is the last step of the run. Each entry is (epoch, step
-    before the first, last step). The epoch is (generation, attempt), where `attempt`
-    numbers the starts with one assignment, from 1.
+    one that it restores.
+
+    Args:
+        events: events of the run.
+        last: the last step of the run.
+
+    Returns:
+        For each attempt with such steps: its epoch, the step before the first of them,
+        and the last of them. The epoch is (generation, number of the start with this
+        assignment, from 1).
 
     >>> one = {"event": "assignment", "generation": 1, "attempt": 1, "step": 0}
     >>> two = {"event": "assignment", "generation": 2, "attempt": 1, "step": 7}
@@ -693,10 +722,11 @@ def surviving_segments(
 def samples_exactly_once(
     faulted: Path, control: Path, last: int, batch: int, events: Events
 ) -> bool:
-    """Whether the surviving steps used each global row once, with the right sample.
+    """Whether the surviving steps used each row of the run once, with its sample.
 
-    A step survives if no later attempt repeats it. The right sample of a row is that of
-    the undisturbed run.
+    A row is an example of the batch, numbered over all steps. A step survives if no
+    later start of the trainers repeats it. A row must have the same sample as in the
+    undisturbed run.
 
     Args:
         faulted: directory of the faulted run.
@@ -722,7 +752,8 @@ def samples_exactly_once(
 def _samples(directory: Path) -> dict[tuple[int, int, int], list[tuple[int, int]]]:
     """Reads which samples a run has used, from its logs of all slots.
 
-    Returns a map from (generation, attempt, step) to pairs of global row and sample id.
+    Returns a map from (generation, attempt, step) to the pairs (row, sample id) that
+    the step has used. Rows are numbered over all steps of the run.
     """
     found: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for path in sorted((directory / "samples").glob("*.jsonl")):

@@ -1,9 +1,10 @@
-"""`dtft drill`: compares a faulted run with an undisturbed run of the same experiment.
+"""`dtft drill`: compares a run with planned faults with one without them.
 
-Runs both on local clusters, injects the faults at their steps, and judges the runs'
-files with `compare`. Uses a finished undisturbed run again, if its config leads to the
-same final state and it has logged the samples and losses that the drill compares. The
-drill does not take part in the recovery.
+Runs both with the same experiment on local clusters, injects the faults at their steps,
+and judges the runs' files (module `compare`). An undisturbed run that is already there
+is used again if it has finished, its config leads to the same final state, and it has
+logged the samples and losses that the drill compares. The drill does not take part in
+the recovery.
 """
 
 import contextlib
@@ -78,7 +79,7 @@ def run_drill(options: "DrillCommand", words: list[str]) -> int:
             the run directory, or makes the undisturbed run; or etcd does not start.
         FileNotFoundError: there is no etcd executable.
         SystemExit: CONFIG or a key of it is wrong, or the undisturbed run did not end
-            within `DEADLINE_S`.
+            within 600 s (`DEADLINE_S`).
     """
     experiment, overrides = for_clusters(options, words, "dtft drill")
     overrides += handed_on(options.host)
@@ -129,7 +130,7 @@ def _make_control(
 
     Raises:
         ValueError: the directory has files, but no drill made it.
-        SystemExit: the run did not end within `DEADLINE_S`.
+        SystemExit: the run did not end within 600 s (`DEADLINE_S`).
     """
     check_deletable(control, "--control" if options.control else "--run-dir")
     print(f"dtft: undisturbed run in {control}", flush=True)
@@ -198,9 +199,10 @@ def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
 
 
 def _decisive(resolved: str) -> dict[str, Any]:
-    """Returns the sections of a config (JSON text) that decide the final state.
+    """Returns the settings of a config that decide a run's final state.
 
-    These are all but `log`, `timeouts`, `checkpoint` and `cluster.hot_swap`.
+    `resolved` is the config as JSON text. All settings but four do: the sections `log`,
+    `timeouts` and `checkpoint`, and the key `cluster.hot_swap`.
     """
     free = ("log", "timeouts", "checkpoint")
     found = {k: v for k, v in json.loads(resolved).items() if k not in free}
@@ -220,8 +222,8 @@ def check_deletable(directory: Path, flag: str) -> None:
         flag: the flag that names the directory, for the message.
 
     Raises:
-        ValueError: the directory has files, but no sign that a drill made it (see
-            `_is_made`).
+        ValueError: the directory has files, but neither the mark nor a config that
+            shows that a drill made it.
     """
     if not directory.exists() or _is_made(directory):
         return
@@ -236,8 +238,9 @@ def check_deletable(directory: Path, flag: str) -> None:
 def _is_made(directory: Path) -> bool:
     """Whether a drill made a directory.
 
-    Drills before 2026-11-26 left no file `_MADE`. A directory without this file counts
-    as made by a drill if its config logs samples but no TensorBoard.
+    A drill marks each directory that it makes with a file (`_MADE`). Drills before
+    2026-11-26 made no mark. So a directory without it also counts as a drill's if its
+    config logs samples but no TensorBoard.
     """
     if (directory / _MADE).exists():
         return True
@@ -319,7 +322,7 @@ def _run(
 
 
 def _wait(cluster: LocalCluster, injector: FaultInjector, deadline_s: float) -> bool:
-    """Waits until all agents have ended, except agents stopped or cut off for ever.
+    """Waits until all agents have ended, except those suspended or cut off for ever.
 
     While the job has not ended, also waits for hosts that --rejoin is about to start.
 

@@ -29,7 +29,7 @@ _WITH_PHASE = ("kill-host", "kill-trainer", "kill-leader", "kill-spare", "stop-h
 
 @dataclass(frozen=True, kw_only=True)
 class SoakedJob:
-    """The properties of a job on which the random faults of `schedule` depend."""
+    """The properties of a job on which its random faults depend."""
 
     slots: int
     spares: int
@@ -43,9 +43,10 @@ class SoakedJob:
 def schedule(seed: int, job: SoakedJob) -> tuple[str, ...]:
     """Draws one to three faults, in the notation of `dtft drill --fault`.
 
-    At most one fault is a `fail`. For each `corrupt` a `kill-host` at the same step is
-    added, so there can be up to six faults. All steps lie between a tenth and three
-    quarters of the job's steps.
+    At most one fault makes a trainer raise an exception (`fail`). After each fault that
+    corrupts a host's copies (`corrupt`), a kill of a host at the same step is added, so
+    there can be up to six faults. The steps of the faults lie between a tenth and three
+    quarters of the job's last step.
 
     >>> schedule(3, SoakedJob(slots=3, spares=1, steps=100)) == schedule(
     ...     3, SoakedJob(slots=3, spares=1, steps=100)

@@ -56,9 +56,10 @@ def of_job(job: str, arena_directory: Path, run_directory: Path) -> list[str]:
 
 
 def _marked(job: str) -> list[int]:
-    """Lists the ids of a job's processes, by the variable DTFT_DRILL that they inherit.
+    """Lists the process ids of a job, by an environment variable of its processes.
 
-    Its value is the job's name. Processes with an unreadable environment are left out.
+    All processes of a job inherit DTFT_DRILL with the job's name. Processes with an
+    unreadable environment are left out.
     """
     mark, found = f"{MARK}={job}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):

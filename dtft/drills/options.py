@@ -284,7 +284,9 @@ def _towards(store: StoreAddress) -> str:
     """Returns the IP address of this machine from which it reaches etcd.
 
     Raises:
-        ValueError: see `bind_address`.
+        ValueError: no address of this machine leads to a member of etcd; or only a
+            loopback address does, although etcd's host name is not a loopback name on
+            every machine.
     """
     found, problems = _own_addresses(store)
     remedy = "give --bind HOST:PORT, an address of this machine, such as 10.0.0.5:0"

@@ -114,9 +114,10 @@ def run_soak(options: "SoakCommand", words: list[str]) -> int:
 def soaked_job(experiment: Experiment, spares: int, sizes: Sequence[int]) -> SoakedJob:
     """Returns the properties of a job on which its random faults depend.
 
-    Among these properties are the kinds of faults that may be drawn. Cuts are left out
-    if this process cannot make network namespaces, and full or read-only directories if
-    it cannot mount file systems.
+    The properties are the numbers of slots, spares and steps, the sizes to which the
+    job may be scaled, and the kinds of faults that may be drawn. Cuts are left out if
+    this process cannot make network namespaces, and full or read-only directories if it
+    cannot mount file systems.
 
     Args:
         experiment: the experiment.
@@ -211,9 +212,10 @@ def _episode(
 
 
 def failed_episode(number: int, seed: int, faults: Sequence[str], why: str) -> Episode:
-    """Makes the record of an episode whose drill failed and left no record.
+    """Makes the record of an episode (one drill) that ended without a record.
 
-    The record has the fields of `judged_episode`; `passed` is False.
+    The record has the same fields as that of any other episode; its field `passed` is
+    False.
 
     Args:
         number: the episode's number, from 0.
@@ -253,9 +255,11 @@ def judged_episode(
         traced: names of logs with an unexpected traceback.
 
     Returns:
-        The record. `passed`: whether all checks of the drill hold (`is_good`) and no
-        log has an unexpected traceback. Faults that had not happened when the job ended
-        do not matter; `not_over` lists them. `why`: the checks that failed, in words.
+        The record. `passed`: whether the faulted run passes all checks of the drill
+        (`is_good`) and no log has an unexpected traceback. Faults that had not happened
+        or were not undone when the job ended do not matter; `not_over` lists them.
+        `why`: failed checks in words. A restored state that differs from the committed
+        one, or a restart with other shares, has no text.
         `expects_bits`: whether the final state must equal that of the undisturbed run
         bit for bit. `wrong`: whether the job ended normally, but its final state (or
         its losses), its last step or its use of the samples is not that of the
@@ -308,9 +312,9 @@ def judged_episode(
 def tracebacks(logs: Path, faults: Sequence[str]) -> list[str]:
     """Lists the log files in `logs` that have an unexpected traceback.
 
-    Two kinds of tracebacks are expected: that of a fault `fail` in a trainer and, if
-    `faults` has `full-storage` or `readonly-storage`, all tracebacks in logs of
-    exporters.
+    Two kinds of tracebacks are expected: that of the exception which a fault `fail`
+    raises and, if a fault makes storage full or read-only, those in logs of exporters
+    (processes that write to storage). `faults` are in the notation of `dtft drill`.
     """
     of_storage = any(kind.endswith("-storage") for kind in kinds_of(faults))
     found = []
@@ -333,10 +337,11 @@ def sums(episodes: Sequence[Episode]) -> dict[str, Any]:
         `bit_identical_expected`: the final state must equal the undisturbed run's bit
         for bit. `bit_identical`: this holds, too.
 
-        Sums over all episodes: `recoveries`, their number, and `steps_lost`. `rungs`:
-        rung (how far a recovery had to go, 0 to 3) to its number of recoveries.
-        `gaps_s`: rung to the (median, largest) seconds from the last commit before a
-        recovery to the first after it.
+        Over all episodes: `recoveries`: the number of recoveries. `steps_lost`: the sum
+        of the steps that they lost. `rungs`: maps each rung (how far a recovery had to
+        go, 0 to 3) to its number of recoveries. `gaps_s`: maps each rung to (median,
+        largest) of the seconds from the last commit before a recovery to the first
+        commit after it.
     """
     recoveries = [one for episode in episodes for one in episode["recoveries"]]
     gaps: dict[int, list[float]] = {}
@@ -373,7 +378,7 @@ def line_of(episode: Episode) -> str:
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """Formats the result of `sums`: a line about episodes, one about recoveries."""
+    """Formats the totals of a soak: a line about episodes, and one about recoveries."""
     gaps = [
         f"rung {rung}: {found['rungs'][rung]} with a gap of {middle:.2f} s, at most "
         f"{largest:.2f} s"
@@ -391,9 +396,9 @@ def lines(found: dict[str, Any]) -> list[str]:
 def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
     """Reads the episodes of an earlier, interrupted run of the same soak from `file`.
 
-    `what` has the settings of the soak; the file must have the same. A setting that the
-    file of an older version lacks counts as having its value in `_UNRECORDED`. Returns
-    [] if the file does not exist.
+    `what` maps the name of each setting of the soak to its value; the file must have
+    the same values. Soaks before 2026-11-27 did not write all settings: a missing one
+    counts as having the value that it had then. Returns [] if the file does not exist.
 
     Raises:
         ValueError: the file is of another soak, or cannot be parsed.

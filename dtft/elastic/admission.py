@@ -89,9 +89,9 @@ def claims_of(config: AgentConfig) -> dict[str, bytes]:
 
     Returns:
         Maps the name of a key in the store to its value. "fingerprint": the config's
-        digest, whether TLS is used, and a proof of the secret, as JSON. "terms":
-        `config.terms`, the settings that must be equal in all processes of a served job
-        (whose processes the user starts); left out if "".
+        digest, whether TLS is used, and a proof of the secret, as JSON. "terms" (only
+        in a served job, once a process has attached): the settings that must be equal
+        in all processes that the user starts, as JSON.
     """
     claims = {"fingerprint": json.dumps(_fingerprint(config)).encode()}
     return claims | ({"terms": config.terms.encode()} if config.terms else {})

@@ -2,9 +2,10 @@
 
 A formation is one assignment of hosts to the job's slots. Which slots keep copies of
 which slices is decided once for the lifetime of the arenas (the shared memory with the
-copies), and does not change when the host of a slot is replaced. So a spare is chosen
-for a slot such that the copies of each slice stay in separate failure domains. If no
-spare allows this, `shortfall` returns a warning.
+copies), and does not change when the host of a slot is replaced. The spare that
+replaces a host is therefore chosen by its failure domain: the copies of each slice
+must stay in separate domains. If no spare allows this, a warning is made
+(`shortfall`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,10 +74,10 @@ class Surroundings:
         return self.assignment.spread.domains if self.assignment else ()
 
     def placed_on(self, layout: Layout | None) -> tuple[str, ...]:
-        """Returns `placed`, the domain of each slot, if it fits the layout; else ().
+        """Returns the failure domain of each slot's host when copies were placed.
 
-        Returns () if `placed` and `layout` differ in the number of slots, or if
-        `layout` is None.
+        Returns () if no domains were recorded then, if `layout` (the mesh and arrays of
+        the state) has another number of slots, or if it is None.
         """
         fits = layout is not None and layout.mesh.num_slots == len(self.placed)
         return self.placed if fits else ()
@@ -88,9 +89,10 @@ class Surroundings:
             layout: layout of the job's state (its mesh and arrays); None if unknown.
 
         Returns:
-            The requested number of copies of every slice; the number of domains with a
-            copy, of the slice with the fewest, at most the requested number; and a
-            warning if the second number is smaller than the first, else "". (0, 0, "")
+            Three values. First, the requested number of copies of every slice. Second,
+            the number of domains that hold a copy of a slice, counted for the slice
+            with the fewest, but at most the first number. Third, a warning if the
+            second number is smaller than the first, else "". The result is (0, 0, "")
             if no slot has been assigned yet, the layout is unknown or has another
             number of slots than the assignment, or the host of a slot is not
             registered.
@@ -173,8 +175,8 @@ def preferred(
         seats: the host of each slot; None for an empty slot.
         spares: spare hosts in order of preference.
         domains: failure domains of all hosts.
-        prefetched: host to slot to the bytes of this slot's slices that the host has
-            prefetched.
+        prefetched: for each spare host, maps a slot to the number of bytes of this
+            slot's slices that the host has fetched ahead. None: no host has any.
 
     Returns:
         The host of each slot; None for an empty slot for which no spare is left.
@@ -220,8 +222,9 @@ def shortfall(
         domains: the failure domains of all hosts.
 
     Returns:
-        The number of domains with a copy, of the slice with the fewest, at most
-        `spread.copies`; and a warning if this number is below `spread.copies`, else "".
+        The number of domains that hold a copy of a slice, counted for the slice with
+        the fewest, but at most the requested number of copies; and a warning if it is
+        below the requested number, else "".
     """
     level = spread.level
     if level == "host" and domains.levels:

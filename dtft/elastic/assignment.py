@@ -127,7 +127,11 @@ class SlotAssignment:
 
     @property
     def epoch(self) -> tuple[int, int]:
-        """(generation, attempt) by `next_epoch`; larger for every later assignment."""
+        """The pair (generation, attempt); larger for every later assignment.
+
+        The generation grows when a slot gets another host or agent process. The attempt
+        counts the starts with the same hosts, from 1.
+        """
         return self.generation, self.attempt
 
     def to_json(self) -> str:
@@ -299,8 +303,9 @@ class ReplicaGroups:
     def of(cls, layout: Layout, limits: SizeLimits) -> "ReplicaGroups":
         """Reads these numbers from the layout of a running job's state.
 
-        `parts` is `limits.row_parts` times the sizes of the mesh axes in
-        `limits.batch_axes`, except the replica axis.
+        The number of parts of a replica's rows is the product of two numbers: the sizes
+        of the mesh axes that divide the batch, without the replica axis, and the number
+        of parts, such as microbatches, of each data slot's rows (`limits.row_parts`).
         """
         mesh = layout.mesh
         sizes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
@@ -315,7 +320,8 @@ class ReplicaGroups:
     def group(self) -> tuple[int, int]:
         """Number of replicas and number of slots of one replica group.
 
-        These are the smallest whole numbers in the proportion of `replicas` to `slots`.
+        These are the job's numbers of replicas and slots, divided by their greatest
+        common divisor.
         """
         common = math.gcd(self.replicas, self.slots)
         return self.replicas // common, self.slots // common
@@ -323,9 +329,10 @@ class ReplicaGroups:
     def fits(self, replicas: int, limits: SizeLimits) -> bool:
         """Whether a job may have this many replicas.
 
-        The replicas must fill whole replica groups. `limits.global_batch`, the rows of
-        a step, must be divisible by the number of replicas times `parts`. Does not
-        check `limits.min_replicas`.
+        The replicas must fill whole replica groups. The number of rows of a step
+        (`limits.global_batch`) must be divisible by the number of replicas times the
+        number of parts of a replica's rows; 0 rows fit always. Does not check the
+        smallest allowed number of replicas.
         """
         whole = replicas >= 1 and replicas % self.group[0] == 0
         return whole and limits.global_batch % (replicas * self.parts) == 0
@@ -432,7 +439,7 @@ def resized(layout: Layout, replicas: int) -> Layout:
 
 
 def _outermost(mesh: MeshLayout) -> int:
-    """Returns the size of the replica axis; 0 if it is not the outermost.
+    """Returns the size of the mesh's replica axis; 0 if the mesh cannot be resized.
 
     The result is 0 without a replica axis, and if an axis before it has a size above 1.
     """
@@ -451,11 +458,11 @@ def _in_order(slots: int, per_slot: int) -> tuple[int, ...]:
 def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
     """Returns a leaf with its shape in a job of `replicas` replicas.
 
-    The shape changes only for a leaf with one row for each replica: its first dim is
-    divided by the replica axis and has the size `before`, the present number of
-    replicas. A job with such a leaf cannot be resized, because a new replica would have
-    no row. `new_specs` sees that the shape has changed, and raises an error that names
-    the leaf.
+    The shape changes only for a leaf with one entry for each replica along its first
+    dim: this dim is divided by the replica axis and has the size `before`, the present
+    number of replicas. A job with such a leaf cannot be resized, because a new replica
+    would have no entry. The caller detects the changed shape and raises an error that
+    names the leaf (`new_specs`).
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(
@@ -478,7 +485,7 @@ def choose_slots(
 
     1. `wanted`;
     2. the smaller numbers that `limits` allows, largest first. There are none if
-       `groups` is None, or if `limits.min_replicas` is 0;
+       `groups` is None, or if the limits have no smallest number of replicas (0);
     3. `committed`, so that a failed growth does not end the job.
 
     Candidates in `unfit` are left out. If no candidate is left, `committed` is the only

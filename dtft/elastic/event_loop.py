@@ -55,7 +55,10 @@ class Loop(Protocol):
         ...
 
     def post(self, function: Callable[..., None], *args: Any) -> None:
-        """Schedules a call on the loop as soon as possible; safe from any thread."""
+        """Calls `function` on the loop, after all calls posted before.
+
+        May be called from any thread.
+        """
         ...
 
     def call_later(
@@ -151,7 +154,7 @@ class EventLoop:
 
     @property
     def longest(self) -> tuple[Call, ...]:
-        """The `KEPT_CALLS` longest calls so far, the longest first."""
+        """The 10 longest calls so far, the longest first; fewer if fewer were made."""
         return tuple(sorted(self._longest, reverse=True))
 
     def record(self) -> dict[str, Any]:
@@ -217,7 +220,7 @@ class EventLoop:
 
 
 class ThreadLane:
-    """A `Lane` with one thread, which ends after `IDLE_S` seconds without work."""
+    """A `Lane` with one thread, which ends after 5 s without work (`IDLE_S`)."""
 
     def __init__(self, name: str, post: Callable[..., None]) -> None:
         """Starts no thread; the first `submit` does."""
@@ -279,7 +282,7 @@ def _nothing() -> None:
 
 
 def _name(function: Callable[..., None], args: tuple[Any, ...]) -> str:
-    """Names a call by its function, and by its first argument if that is a str."""
+    """Returns the function's name, with the first argument if that is a str."""
     name = getattr(function, "__qualname__", type(function).__name__)
     kind = f" {args[0]}" if args and isinstance(args[0], str) else ""
     return f"{name}{kind}"

@@ -244,8 +244,9 @@ class ProgressWatch:
         """Records the seconds of a step: the mean over the steps since the last record.
 
         The recorded times decide the default limit of a step. Nothing is recorded while
-        the trainer has no phase, starts or compiles, nor for an interval of more than
-        `BLIND_S` seconds between two observations: the agent itself was stopped then.
+        the trainer has no phase, starts or compiles. Nothing is recorded either across
+        two observations that are more than 2 s apart (`BLIND_S`), because the agent
+        itself was suspended between them.
 
         Args:
             now: time of the observation, in seconds on the monotonic clock.
@@ -404,10 +405,13 @@ def verdict(
 ) -> HangVerdict | None:
     """Returns the hosts whose trainers are stuck; None if none is, or not yet known.
 
-    * If no trainer exceeds the limit of its phase, the result is None.
-    * If one does and some hosts are silent (no report for `FRESH_S`), the result is the
-      silent hosts. It is None until the limit is exceeded by more than `FRESH_S`,
-      because the report of a silent host may only be late.
+    A host is silent if it has not reported for 3 s (`FRESH_S`).
+
+    * If no trainer on a host that reports exceeds the limit of its phase, the result is
+      None.
+    * If one does and some hosts are silent, the result is the silent hosts. It is None
+      until the limit is exceeded by more than 3 s, because the report of a silent host
+      may only be late.
     * Otherwise the result is the hosts that are behind (`culprit`) and whose trainers
       exceed their own limits; None without such hosts. Other trainers may exceed a
       limit first while they wait for a host that compiles or reads data.
@@ -453,7 +457,7 @@ def verdict(
 
 
 def _is_silent(heard: tuple[float, JobProgress] | None, now: float) -> bool:
-    """Whether a host has never reported, or its last report is older than `FRESH_S`.
+    """Whether a host has never reported, or its last report is more than 3 s old.
 
     `heard` has the arrival time and the content of the last report; None if there was
     none. `now` is the current time on the same clock, in seconds. A host whose trainer

@@ -179,10 +179,12 @@ class Observer:
         self._credentials = Credentials(job=job, secret=secret, tls=tls)
 
     def look(self, verify: Verification | None = None) -> JobState:
-        """Queries all hosts' copies; with `verify`, the hosts first read their copies.
+        """Asks all hosts for their copies; returns the job's state.
 
-        Repeats the queries a limited number of times while the state is inconclusive
-        (`JobState.telling`), because hosts drop steps meanwhile.
+        With `verify`, each host first reads its copies and compares their digests.
+        Asks again, a limited number of times, while the state is inconclusive
+        (`JobState.telling`): hosts drop the copies of old steps meanwhile, and a commit
+        can then seem to have too few copies.
 
         Raises:
             StoreUnavailable: the store does not answer.
@@ -256,11 +258,11 @@ class Observer:
         )
 
     def _verified(self, record: HostRecord, verify: Verification) -> dict[str, Any]:
-        """Makes a host read all its copies; returns the host's reply, with its fields.
+        """Makes a host read all its copies; returns the fields of the host's reply.
 
         Raises:
-            TimeoutError: the host sent no progress for `SILENCE_S`, or took longer than
-                `verify` allows.
+            TimeoutError: the host sent no progress for 30 s (`SILENCE_S`), or took
+                longer than `verify` allows.
             OSError: the connection failed.
         """
         request, allowed_s = {"verify": True, "rate": verify.rate}, verify.timeout_s
@@ -310,9 +312,9 @@ class Observer:
         is sent to the new leader.
 
         Raises:
-            RuntimeError: the export was refused or failed, it was not over in
-                `EXPORT_S`, or a leader was gone and there was no new one for
-                `LEADER_S`; the message has the reason.
+            RuntimeError: the export was refused or failed, it was not over in 900 s
+                (`EXPORT_S`), or a leader was gone and there was no new one for 20 s
+                (`LEADER_S`); the message has the reason.
             StoreUnavailable: the store does not answer.
         """
         begun = time.monotonic()

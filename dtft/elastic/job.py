@@ -100,7 +100,8 @@ class AgentConfig:
     def seats(self) -> SeatPolicy:
         """How the job fills slots and reacts when hosts and trainers join or end.
 
-        `SERVED` if the user starts the trainers (`served`), else `LAUNCHED`.
+        Served jobs, whose trainers the user starts, have one policy; launched jobs,
+        whose trainers the agents start, have another.
         """
         return SERVED if self.served else LAUNCHED
 

@@ -88,7 +88,9 @@ def drain(observer: Observer, host: str, limit_s: float) -> dict[str, Any]:
 def _changed(
     observer: Observer, op: str, request: dict[str, Any], limit_s: float, late: str
 ) -> dict[str, Any]:
-    """Sends a request again and again until the leader reports that the job is changed.
+    """Sends a request to the leader, and again until it reports the changed job.
+
+    Sends it again only while the leader does not answer or tells to ask again.
 
     Args:
         observer: the job's observer.

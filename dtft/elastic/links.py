@@ -84,9 +84,9 @@ class LeaderLink:
     def follow(self, term: int, leader: HostRecord) -> None:
         """Begins to connect to a leader, unless a link to it is open or being opened.
 
-        After a failed try, `tick` connects once a pause is over. `term` is the number
-        of the leader's term, which is sent with the first message. Closes a link to
-        another leader.
+        Closes a link to another leader first. After a failed try, the periodic `tick`
+        tries again once a pause is over. `term` is the number of the leader's time in
+        office, which is sent with the first message.
         """
         known = self._leader
         if known is None or _who(known) != _who(leader):
@@ -224,7 +224,7 @@ class LeaderLink:
             self._channel.post(message)
 
     def close(self) -> None:
-        """Ends the link; the next `follow` opens another link."""
+        """Ends the link; it opens again only when a leader is to be followed anew."""
         channel, self._channel, self._leader = self._channel, None, None
         self._dialing = None
         if channel is not None:
@@ -397,9 +397,10 @@ class FollowerLinks:
     def _prove(self, record: HostRecord, tries: int) -> None:
         """Tries to find out whether a host's agent has ended.
 
-        Connects to the agent's port, at most `tries` times, with pauses of
-        `PROOF_PAUSE_S`. A refused connection shows that the agent has ended; then calls
-        `on_dead`. Stops once the host has connected again.
+        Connects to the agent's port, at most `tries` times, with pauses of 0.02 s
+        (`PROOF_PAUSE_S`). A refused connection shows that the agent has ended, which is
+        then reported to the leader. Stops without a report once the host has connected
+        again.
         """
         if record.host in self._links or not tries:
             return

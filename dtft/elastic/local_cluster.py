@@ -337,8 +337,8 @@ class LocalCluster:
     def salvage(self, limit_s: float) -> int:
         """Writes the newest step in the hosts' memory to storage; returns the step.
 
-        First stops the trainers (SIGSTOP), so that no later step replaces this one.
-        The trainers stay stopped. Needs neither leader nor store.
+        First suspends the trainers (SIGSTOP), so that no later step replaces this one.
+        The trainers stay suspended. Needs neither leader nor store.
 
         Args:
             limit_s: deadline in seconds.
@@ -429,7 +429,7 @@ class StopAsked:
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[None]:
-        """Handles stop signals with `note` while the body runs; then restores handlers.
+        """Records stop signals while the body runs; then restores the old handlers.
 
         SIGHUP stays ignored if it was ignored (nohup).
         """
@@ -451,7 +451,7 @@ def supervise(cluster: LocalCluster, stop_s: float) -> int:
     Args:
         cluster: the cluster, which is not started.
         stop_s: deadline for a requested stop, in seconds. The export has
-            `LAST_EXPORT_S` seconds more.
+            10 s more (`LAST_EXPORT_S`).
 
     Returns:
         The exit code. 0: the job ended without an error, and storage has the step in
@@ -525,9 +525,9 @@ def _exported(
 ) -> str:
     """Exports the newest step in memory; returns "", or why no step was exported.
 
-    First waits for an export that the job has begun, if there is one. If storage then
-    lacks the step `newest`, exports the newest step that the hosts' memory holds
-    completely (`LocalCluster.salvage`), which may be an earlier step. Gives up after
+    First waits for an export that the job has begun, if there is one. Returns "" if
+    storage then has the step `newest`. Otherwise exports the newest step that the
+    hosts' memory holds completely, which may be an earlier step. Gives up after
     `limit_s` seconds, and when `asked` gets another stop signal. Also gives up if all
     agents have ended while it waited for the job's export.
     """

@@ -47,8 +47,8 @@ def run_to_end(command: Sequence[str], limit_s: float, output: IO | int) -> int 
     """Runs a command until it ends, and sends it SIGTERM if it must end early.
 
     The command gets SIGTERM after `limit_s` seconds, and when an exception such as
-    KeyboardInterrupt is raised in this call. If it still runs `_CLEANUP_S` seconds
-    later, it is killed (SIGKILL). If the calling thread ends, even by SIGKILL, the
+    KeyboardInterrupt is raised in this call. If it still runs 30 s later, it is killed
+    (SIGKILL). If the calling thread ends, even by SIGKILL, the
     kernel sends SIGTERM to the command; no SIGKILL follows in this case.
 
     Args:
@@ -95,8 +95,8 @@ def open_log(path: Path) -> BinaryIO:
 def ended_with(process: subprocess.Popen) -> int | None:
     """Returns the return code of a child that has ended; None if the child runs.
 
-    Unlike `poll` this works while another thread waits for the child, and it does not
-    reap the child.
+    Unlike `Popen.poll` this works while another thread waits for the child, and it does
+    not reap the child.
     """
     if process.returncode is None:
         try:

@@ -139,8 +139,9 @@ def set_aside(
 class Reachability:
     """The pairs of hosts that do not reach each other, as far as the leader knows.
 
-    Hosts try to connect to each other in a round (`learn`), and between rounds to find
-    out whether known pairs reach each other again (`ask`).
+    Hosts try to connect to each other in two situations. In a round (attempt to form
+    the job) they look for new pairs (`learn`). Between rounds the hosts of known pairs
+    find out whether they reach each other again (`ask`).
     """
 
     def __init__(self) -> None:
@@ -168,12 +169,13 @@ class Reachability:
         missed: Mapping[str, Collection[str]],
         now: float,
     ) -> set[Pair]:
-        """Updates the known pairs (`apart`) from hosts' reports; returns the new pairs.
+        """Updates the known pairs from a round's reports; returns the new pairs.
 
-        Adds pairs that the reports confirm (`believed`), but only while a cut is
-        suspected (`is_suspected`). Removes a known pair if one of its hosts has not
-        answered. Also removes a known pair if one of its hosts tried the other and the
-        reports do not confirm the pair.
+        A pair is confirmed if both hosts report each other, or if one reports the other
+        and so do at least two hosts and most that tried the other (`believed`). Adds
+        confirmed pairs, but only while a network cut is suspected. Removes a known pair
+        if one of its hosts has not answered, or if one of its hosts tried the other and
+        the pair is not confirmed.
 
         Args:
             tried: for each host that has answered, the peers that it had to try.
@@ -192,17 +194,17 @@ class Reachability:
         return new
 
     def committed(self) -> None:
-        """Resets `is_suspected` after a commit.
+        """Ends the suspicion of a network cut, after a commit.
 
         A commit shows that the hosts with slots reach each other.
         """
         self.is_suspected = False
 
     def is_due(self, now: float) -> bool:
-        """Whether the hosts of the pairs in `apart` must try to connect again now.
+        """Whether hosts that did not reach each other must try to connect again now.
 
-        If they must, sets the time of the next try. The pause until then is twice the
-        last pause, at most `LONGEST_PAUSE_S`.
+        False without such hosts. If the result is True, sets the time of the next try:
+        after twice the last pause, at most 30 s (`LONGEST_PAUSE_S`).
         """
         if not self.apart or now < self._look_at:
             return False
@@ -211,9 +213,10 @@ class Reachability:
         return True
 
     def ask(self, connected: Collection[str]) -> dict[str, list[str]]:
-        """Begins another try of the pairs in `apart`; returns each host's peers to try.
+        """Begins another try of the pairs that did not reach each other.
 
-        First removes from `apart` the pairs with a host that is not in `connected`.
+        First forgets the pairs with a host that is not in `connected`. Returns, for
+        each host of the other pairs, the peers that it must try.
         """
         self.apart = {it for it in self.apart if set(it) <= set(connected)}
         asked: dict[str, list[str]] = {}
@@ -227,8 +230,8 @@ class Reachability:
         """Records the peers that a host did not reach in the try that `ask` began.
 
         Returns:
-            After the last answer to `ask`, the pairs that reach each other again, which
-            are no longer in `apart`; else [].
+            After the last host's answer: the pairs that reach each other again, which
+            are then forgotten. [] before that, and for a host that was not asked.
         """
         if self._asked is None or host not in self._asked:
             return []

@@ -55,7 +55,7 @@ class Terms:
                 )
 
     def to_json(self) -> str:
-        """Encodes the terms as JSON; inverse of `from_json`."""
+        """Encodes the settings as JSON; inverse of `from_json`."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
@@ -105,12 +105,13 @@ class Admission:
     def objection(self, message: Mapping[str, Any]) -> str | None:
         """Returns why a process may not attach, as text for people; None if it may.
 
-        Of the first process of the job, also records the settings (`Terms`) in the
-        store. Later processes must have the same settings.
+        The settings of the job's first process are written to the store. Later
+        processes must have the same settings.
 
         Args:
-            message: the process's `attach` message: `terms` (the fields of `Terms`),
-                `process` (its index) and `pid`.
+            message: the process's request to attach. "terms": a dict of its settings,
+                by the field names of `Terms`; "process": its index among the job's
+                processes; "pid": its process id.
         """
         who = f"job {self.job!r}, agent of host {self.host}"
         try:

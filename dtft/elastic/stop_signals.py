@@ -30,8 +30,8 @@ def heard_signals() -> tuple[signal.Signals, ...]:
 def presses(signals: Sequence[tuple[float, int]]) -> int:
     """Counts the separate stop requests among the signals.
 
-    Signals that follow each other within `ECHO_S` seconds count once. A SIGHUP counts
-    only as the first signal.
+    A signal less than 0.3 s after the signal before it does not count (`ECHO_S`). A
+    SIGHUP counts only as the first signal.
 
     Args:
         signals: (time in seconds, number) of each signal, in order of arrival.
@@ -89,9 +89,9 @@ def waits_for(progress: StopProgress) -> str:
     must reach a step boundary. For the trainers the text has the last finished step of
     each host.
 
-    The last export is awaited once the newest dispatched step (`computing`) is finished
-    on a host and committed. In the first example step 12 is finished but not committed;
-    in the second, step 10 is dispatched but not finished.
+    The last export is awaited once the newest step that any trainer has dispatched is
+    finished on a host and committed. In the first example step 12 is finished but not
+    committed; in the second, step 10 is dispatched but not finished.
     >>> waits_for(StopProgress(finished={"host-0": 12, "host-1": 11}, committed=11))
     'host-0 (step 12), host-1 (step 11) to reach a step boundary'
     >>> waits_for(StopProgress(finished={"host-0": 9}, committed=9, computing=10))

@@ -43,9 +43,9 @@ class ModelConfig:
         return None
 
     def before_layers(self, model: Any, batch: Batch) -> "jax.Array":
-        """Computes the input of the first layer.
+        """Computes the input of the first of the equal layers from a batch.
 
-        In a pipeline `model` is the module without the layers of `layers`.
+        In a pipeline `model` is the module without its equal layers.
 
         Raises:
             NotImplementedError: the model has no equal layers.
@@ -55,9 +55,10 @@ class ModelConfig:
     def after_layers(
         self, model: Any, last: "jax.Array", batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """Computes the result of `loss` from `last`, the output of the last layer.
+        """Computes losses and metrics from the output of the last equal layer.
 
-        In a pipeline `model` is the module without the layers of `layers`.
+        `last` is this output. The result has the form of that of `loss`. In a pipeline
+        `model` is the module without its equal layers.
 
         Raises:
             NotImplementedError: the model has no equal layers.

@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
         return self.grid[0] * self.grid[1]
 
     def cut(self, array: jax.Array) -> jax.Array:
-        """Cuts an array into blocks [B, M, N], row by row, padded with zeros.
+        """Cuts an array into blocks [B, M, N] in row-major order, padded with zeros.
 
         An array divided over Explicit mesh axes is gathered first, because the type of
         a merged dim cannot express its sharding. Over Auto axes XLA's partitioner

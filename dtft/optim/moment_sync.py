@@ -37,7 +37,8 @@ class SyncState(NamedTuple):
 class MomentSync(NamedTuple):
     """The transform of `dtft.optim.sync.sync_moments`; its fields are the options.
 
-    `operands` and `replace_state` are the update functions of the two modes.
+    `operands` is the update function of mode "operands", `replace_state` that of mode
+    "state".
     """
 
     phases: Phases
@@ -53,7 +54,8 @@ class MomentSync(NamedTuple):
         """Makes the state of one replica before the first update.
 
         Raises:
-            ValueError: `every` or `op` names a field that the state does not have.
+            ValueError: `every` (periods by field) or `op` (reductions by field) names a
+                field that the optimizer's state does not have.
         """
         inner = self.phases.init(params)
         missing = sorted({*self.every, *self.op} - {*inner._fields})
@@ -88,7 +90,8 @@ class MomentSync(NamedTuple):
             updates: this replica's gradients.
             state: the state before the update.
             params: not used.
-            sync: a value other than 0 commands an exchange of all fields of `every`.
+            sync: a value other than 0 reduces all moments with a period (the fields
+                that the option `every` names) at this update.
             **extra: not used.
 
         Returns:
@@ -141,7 +144,8 @@ class MomentSync(NamedTuple):
             updates: this replica's gradients.
             state: the state before the update.
             params: not used.
-            sync: a value other than 0 commands an exchange of all fields of `every`.
+            sync: a value other than 0 reduces all moments with a period (the fields
+                that the option `every` names) at this update.
             **extra: not used.
 
         Returns:

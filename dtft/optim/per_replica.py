@@ -1,8 +1,9 @@
 """State that differs per replica: `PerReplica` marks in a pytree, and their conversion.
 
 Inside `jax.shard_map` each replica has its own array for a marked leaf. Outside, the
-leaf is one global array with a leading replica dim, divided over the replica axis. The
-rows differ, so a lost row cannot be restored exactly from another replica's row.
+leaf is one global array with a leading replica dim, divided over the replica axis. A
+row of this array is the array of one replica. The rows differ, so a lost row cannot be
+restored exactly from another replica's row.
 """
 
 from collections.abc import Callable, Sequence

@@ -205,8 +205,9 @@ class ShampooSteps(NamedTuple):
 def _as_factors(tree: Any, updates: optax.Updates) -> Any:
     """Turns nodes of two arrays in `tree` into `Factors`.
 
-    They were `Factors` before: `nnx.Optimizer` replaces them in a state by nodes of
-    another type. `updates` is a tree with a leaf or None in place of each such node.
+    `nnx.Optimizer` replaces the `Factors` of a state by nodes of another type; this
+    function restores them. `updates` is a tree with a leaf or None in place of each
+    such node.
     """
     gradients, treedef = jax.tree.flatten(updates, is_leaf=lambda x: x is None)
 

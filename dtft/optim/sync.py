@@ -1,9 +1,9 @@
 """Optax transforms that exchange gradients or moments between replicas.
 
 The transforms take an explicit axis name and run inside `jax.shard_map` (or `jax.vmap`)
-over the replica axis. They decide which array is reduced at which step. `sync_moments`
-depends on an optimizer in two phases (`Phases`). No transform may depend on meshes or
-the training loop.
+over the replica axis. They decide which arrays are reduced over the replicas at which
+step. `sync_moments` depends on an optimizer in two phases (`Phases`). No transform may
+depend on meshes or the training loop.
 
 `reduce_updates` is the default: the mean gradient goes into any optimizer. With
 `sync_moments` every replica adds its **local** gradient to its moments, and replicas

@@ -202,7 +202,7 @@ def place(
 
 
 def _nobody(phase: Phase) -> None:
-    """Default callback of `evaluate`; ignores the phase."""
+    """Does nothing; the default callback for the phases of `evaluate`."""
 
 
 def evaluate(

@@ -1,11 +1,12 @@
 """ZeRO level 3: parameters are divided over `fsdp` and gathered at each use.
 
-The loss's program is rebuilt, so that every parameter stays divided until an operator
-computes with it. The gather is placed inside the scan over layers, inside jitted and
-rematerialized parts, and after casts and slices. The gradient of a parameter is divided
-again at once. Without explicit gathers XLA's partitioner gathers activations, or the
-parameters of all layers together. With jax 0.10.2 on CPU the partitioner also computed
-wrong gradients, see `dtft.parallel.step`. The specs of parameters come from the plan.
+The traced program of the loss is rebuilt, so that every parameter stays divided until
+an operator computes with it. The gather is placed inside the scan over layers, inside
+jitted and rematerialized parts, and after casts and slices. The gradient of a parameter
+is divided again at once. Without explicit gathers XLA's partitioner gathers
+activations, or the parameters of all layers together. With jax 0.10.2 on CPU the
+partitioner also computed wrong gradients, see `dtft.parallel.step`. The specs of
+parameters come from the plan.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,9 +38,9 @@ memory."""
 class Gathering:
     """Inserts gathers of parameters, over the axis `fsdp`, into a traced loss.
 
-    If the loss has the remat policy `policy`, the backward pass gathers the parameters
-    again. So gathered parameters are not kept in memory from the forward pass to the
-    backward pass.
+    If the loss is rematerialized by the method `policy`, the backward pass gathers the
+    parameters again. So gathered parameters are not kept in memory from the forward
+    pass to the backward pass.
     """
 
     mesh: Mesh
@@ -108,7 +109,8 @@ class Gathering:
 
         In the backward pass the cotangent is constrained to `spec`, so that it is
         divided like `var`. A cotangent of at most one dim is first constrained to
-        `spec` without `fsdp`; `planned_step.sum_specs` has the reason.
+        `spec` without `fsdp`. Otherwise XLA would also divide all arrays from which the
+        cotangent is computed, and then gather them again.
 
         Args:
             var: a variable that is divided over `fsdp`.
@@ -229,9 +231,9 @@ class _Level:
 def _still_divided(eqn: JaxprEqn, spec: Spec | None) -> Spec | None:
     """Returns the spec of an equation's result, if devices need only their own shards.
 
-    Own shards are enough for a cast to a dtype with as many or fewer bits, for a slice
-    that does not cut divided dims, and for a squeeze. Returns None for all other
-    equations.
+    A device computes its shard of the result from its own shard of the operand in a
+    cast to a dtype with as many or fewer bits, a slice that does not cut divided dims,
+    and a squeeze. Returns None for all other equations.
 
     Args:
         eqn: an equation, whose first operand may be divided.

@@ -74,9 +74,9 @@ class FunctionalModel:
     def reading(self, prepare: Callable[[State], State]) -> "FunctionalModel":
         """Returns a model that applies `prepare` to its arrays before it uses them.
 
-        `prepare` maps the parameters and running statistics that a caller has to those
-        that the model computes losses and metrics with. For example, it gathers divided
-        parameters.
+        `prepare` gets a caller's parameters and running statistics, and returns those
+        with which the model computes losses and metrics. For example, it gathers
+        divided parameters.
         """
 
         def losses(

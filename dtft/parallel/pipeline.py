@@ -123,8 +123,8 @@ class Pipeline:
 
         Returns:
             Whether the stage works, the number of its chunk of layers, and the number
-            of the microbatch. While the stage is idle, both numbers are valid but
-            meaningless.
+            of the microbatch. While the stage is idle, both numbers are in their range
+            but meaningless.
         """
         done = tick - stage
         last = self.microbatches * self.chunks - 1
@@ -206,10 +206,10 @@ def through_layers(
 
 
 def shared_out(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
-    """Scatters the last stage's rows over the stages, in equal slices.
+    """Scatters the last stage's rows over the stages, in equal parts.
 
-    Stage s gets slice s. Must be called in a `shard_map` over the axis `stage`. Only
-    the values of `rows_B` on the last stage are used.
+    Stage s gets part s. Must be called in a `shard_map` over the axis `stage`. Only the
+    values of `rows_B` on the last stage are used.
     """
     is_last = lax.axis_index(STAGE_AXIS) == pipeline.stages - 1
     only_B = jnp.where(is_last, rows_B, jnp.zeros_like(rows_B))
@@ -217,9 +217,9 @@ def shared_out(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
 
 
 def own_part(pipeline: Pipeline, rows_B: jax.Array) -> jax.Array:
-    """Returns this stage's equal slice of rows that every stage has.
+    """Returns this stage's part of rows that every stage has, in equal parts.
 
-    Stage s gets slice s, as from `shared_out`. Must be called in a `shard_map` over the
+    Stage s gets part s, as from `shared_out`. Must be called in a `shard_map` over the
     axis `stage`.
     """
     size = rows_B.shape[0] // pipeline.stages
@@ -336,12 +336,12 @@ def in_stages(
         """Computes losses and metrics of this stage's part of the rows.
 
         All stages together first run the layers on all rows of the replica. Then each
-        stage gets an equal slice of the layers' results, and computes the losses and
-        metrics of this slice.
+        stage gets an equal part of the rows after the layers, and computes the losses
+        and metrics of this part.
 
         Args:
-            layers_SCL: this stage's slice of the layers' parameters, [1, chunks, layers
-                of a chunk, ...].
+            layers_SCL: the parameters of this stage's layers, [1, chunks, layers of a
+                chunk, ...].
             ends: the parameters before and after the layers.
             batch: the rows of this stage's replica, the same for all its stages.
             training: whether the model is in training mode.
@@ -424,8 +424,9 @@ def _state_sharding(abstract: State, mesh: Mesh, layers: str) -> State:
 
     Stacked layers are divided over `stage` in dim 0, and over `fsdp` in one of the dims
     from dim 3 on. Other arrays are divided over `stage` and `fsdp` together, in one
-    dim. `spec_of` selects the dim, or no dim if no size is divisible. `layers` is the
-    name of the layers in the state's paths.
+    dim. The dim is the largest one whose size is divisible; without such a dim the
+    array is not divided further. `layers` is the name of the layers in the state's
+    paths.
     """
     fsdp, stages = mesh.shape["fsdp"], mesh.shape[STAGE_AXIS]
 

@@ -42,7 +42,7 @@ class Sharing:
 
     @property
     def work(self) -> Microbatches:
-        """The microbatches as work that `dtft.balance` divides between replicas.
+        """The microbatches of a step, as `dtft.balance` divides them between replicas.
 
         Every replica gets at least one microbatch, because a replica without
         microbatches could not be measured again.

@@ -197,9 +197,10 @@ class TrainStep:
         return self._step.lower(self.abstract_state, dict(batch))
 
     def update(self, state: State, means: Means) -> tuple[State, Metrics]:
-        """Updates a state with the means that `gradients` returned; not jitted.
+        """Updates a state with the gradients of a batch; not jitted.
 
-        The means are those of gradients, running statistics and metrics over the batch.
+        `means` has the means over the batch of gradients, running statistics and
+        metrics.
 
         Returns the next state, and the metrics with `grad_norm` and `learning_rate`
         added.
@@ -248,8 +249,8 @@ def sharded_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: the model keeps arrays beside parameters and running statistics, or
-            the optimizer cannot run on this mesh.
+        ValueError: the model keeps arrays other than parameters and running statistics,
+            or the optimizer cannot run on this mesh.
     """
     model = gathering(functional(experiment.model, experiment.seed), mesh)
 

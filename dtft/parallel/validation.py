@@ -147,7 +147,8 @@ def _check_copies(copies: int, hosts: int) -> None:
 def _check_model(experiment: Experiment) -> None:
     """Checks that the model's context and number of classes suffice for the data.
 
-    A field that the model's config does not have is not checked.
+    The context is the largest number of tokens of an example. A limit that the model's
+    config does not have as a field is not checked.
 
     Raises:
         ValueError: the data has longer examples than the context, or more classes.

@@ -65,8 +65,9 @@ def split(
     """Splits a sequence of items into stretches, each of consecutive items on one node.
 
     Minimizes the seconds of the slowest stretch. Nodes with equal seconds for every
-    item and equal memory are of one kind. The split is optimal if there are few kinds
-    of nodes (see `_MOST_STATES`); otherwise it is the best of several orders of nodes.
+    item and equal memory are of one kind. The split is optimal if the product over the
+    kinds of (number of nodes + 1) is at most 600 (`_MOST_STATES`). Otherwise it is the
+    best of 8 orders of nodes.
 
     Args:
         seconds: `[items, nodes]`, infinite where a node cannot run an item.
@@ -232,13 +233,12 @@ def _back(
     last: dict[tuple[int, ...], int],
     kinds: Sequence[Sequence[int]],
 ) -> Iterator[int]:
-    """Yields the nodes whose stretches cover the items of a state of `in_any_order`.
-
-    The node of the last stretch comes first.
+    """Yields the nodes of the stretches that `in_any_order` has found, last first.
 
     Args:
-        used: the state: the number of used nodes of each kind.
-        last: maps each state to the kind of the node of its last stretch.
+        used: the number of nodes of each kind that have a stretch.
+        last: maps the numbers of used nodes, such as `used`, to the kind of the node
+            that has the last of their stretches.
         kinds: the nodes of each kind.
     """
     while any(used):
@@ -376,7 +376,7 @@ def _neighbours(
     """Returns pairs of groups that share a value, as producer and reader or as readers.
 
     `groups` has the tasks of each group; a pair has two indices into `groups`. Values
-    whose producer and readers are more than `_MOST_ENDS` tasks are skipped.
+    whose producer and readers are more than 6 tasks (`_MOST_ENDS`) are skipped.
     """
     of = {task: number for number, group in enumerate(groups) for task in group}
     found: dict[tuple[int, int], None] = {}
@@ -420,12 +420,12 @@ def speed_table(problem: Problem) -> Speeds:
 def faster(problem: Problem) -> Iterator[list[int]]:
     """Yields lists of nodes without the slowest; each list can run every task.
 
-    The slowness of a node is computed by `_pace`: the seconds of all tasks that the
-    node can run, divided by the seconds of the same tasks with each task on its fastest
-    node. With at most four distinct values of slowness, each value but the least gives
-    one list: the nodes below this value. With more distinct values there is only one
-    list, without the nodes of about the slower half of the values. A list whose nodes
-    lack a kernel for a task is skipped.
+    The slowness of a node is the seconds of all tasks that the node can run, divided by
+    the seconds of the same tasks with each task on its fastest node (`_pace`). A list
+    has the nodes below one value of slowness. If the nodes have at most four distinct
+    values, each value but the least gives a list. Otherwise there is only one list,
+    without about the slower half of the values. A list whose nodes lack a kernel for a
+    task is skipped.
     """
     num, pace = len(problem.capacity), _pace(problem)
     distinct = sorted(set(pace), reverse=True)
@@ -558,7 +558,9 @@ class Search:
             self.see(schedule(self.problem, as_they_come(self.problem)), _TRAVERSAL)
 
     def without_slow(self) -> dict[str, float]:
-        """Places each task where it ends first, for each list of nodes from `faster`.
+        """Places each task where it ends first, on only the faster nodes.
+
+        Makes one candidate for each list of nodes without the slowest (`faster`).
 
         Returns:
             Step seconds by the names of the nodes left out, for each list whose memory
@@ -659,7 +661,7 @@ class Search:
     def random(self) -> float | None:
         """Places each group of tasks on a random node with its kernels.
 
-        Takes the first of `_DRAWS` draws that fits into memory. Returns the step
+        Takes the first of 10 draws (`_DRAWS`) that fits into memory. Returns the step
         seconds, or None if no draw fits.
         """
         rng, problem = np.random.default_rng(0), self.problem
@@ -716,9 +718,10 @@ class Search:
     def improve(self, moves: int) -> None:
         """Moves tasks of the best candidates to other nodes while the step time falls.
 
-        `moves` is the number of tries. The search starts from the fastest candidates.
-        If memory did not suffice for a candidate, it also starts from the placements
-        that `squeeze` returns.
+        `moves` is the number of tries. The search starts from up to six of the fastest
+        candidates. If memory did not suffice for a candidate, it also starts from
+        placements made without memory limits, and from one of these after moves to use
+        less memory (`squeeze`).
         """
         ranked = sorted(self.seen.items(), key=lambda item: item[1])
         starts = [node_of for node_of, _ in ranked[:_STARTS]]

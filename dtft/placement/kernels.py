@@ -41,7 +41,7 @@ class Kernels:
 
     registered: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Map from a device type or platform to the operators with kernels: primitives,
-    kinds (`OperatorKind`), or words of `CLASSES`."""
+    kinds (`OperatorKind`), or "dense", "conv" and "activation"."""
     lacking: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Map from a JAX platform to the numbers of operators that do not lower on it."""
 
@@ -91,8 +91,8 @@ class Kernels:
 def names_of(operator: Operator) -> frozenset[str]:
     """Returns the names by which kernels and `affinity` may name an operator.
 
-    These are its primitive, its kind, and the word of `CLASSES` that means this kind,
-    such as "dot_general", "matmul" and "dense".
+    These are its primitive, its kind, and the other word for this kind if there is one
+    (`CLASSES`), such as "dot_general", "matmul" and "dense".
     """
     words = [word for word, kind in CLASSES.items() if kind == operator.kind]
     return frozenset((operator.primitive, operator.kind, *words))
@@ -107,7 +107,7 @@ def platforms_of(device: DeviceType) -> tuple[str, ...]:
 
 
 def words_of_platform(platform: str) -> tuple[str, ...]:
-    """Returns a platform's name, and the words of `PLATFORMS` that mean it.
+    """Returns a platform's name, and other words that include it, such as "gpu".
 
     >>> words_of_platform("cuda"), words_of_platform("cpu")
     (('cuda', 'gpu'), ('cpu',))
@@ -133,8 +133,8 @@ def pinned(
 ) -> frozenset[int] | None:
     """Returns the nodes on which `affinity` allows an operator; None: it has no pin.
 
-    An entry of `affinity` is a pin: it maps an operator's primitive, its kind, or a
-    word of `CLASSES` such as "dense" to a node, device type or platform. The
+    An entry of `affinity` is a pin: it maps an operator's primitive, its kind, or the
+    other word for the kind, such as "dense", to a node, device type or platform. The
     primitive's pin takes precedence; of the other pins the first in alphabetical order
     counts.
     """
@@ -191,7 +191,7 @@ def check_kernels(
 
 
 def _check_form(kernels: Kernels) -> None:
-    """Raises a ValueError unless `registered` and `lacking` are mappings to sets."""
+    """Raises a ValueError unless both fields of `kernels` are mappings to sets."""
     for name, of in (("registered", "names"), ("lacking", "numbers")):
         value = getattr(kernels, name)
         if not isinstance(value, Mapping) or not all(
@@ -297,7 +297,8 @@ def _known(operators: Sequence[Operator]) -> frozenset[str]:
 def _of_jax() -> frozenset[str]:
     """Returns the names of operators that are valid for every program.
 
-    These are JAX's primitives, the kinds of operators, and the words of `CLASSES`.
+    These are JAX's primitives, the kinds of operators, and "dense", "conv" and
+    "activation".
     """
     public = {p.name for p in vars(primitives).values() if isinstance(p, Primitive)}
     return frozenset((*public, *COUNTED, *CUSTOM, *CLASSES, *get_args(OperatorKind)))

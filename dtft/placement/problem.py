@@ -126,12 +126,12 @@ def bound_s(problem: Problem, microbatches: int = 1) -> float:
 def shared_s(seconds: Floats) -> float:
     """Computes a lower bound on the busiest node's seconds in any assignment of tasks.
 
-    Let y be factors of 0 or more, one for each node, that add up to 1. The busiest node
-    takes at least the sum over the tasks of the least y[node] * seconds[task, node] of
-    a node. (This is the dual of a linear program in which tasks may be divided.)
-    `_ROUNDS` iterations raise the factors of the nodes with more load than others; the
-    largest of their bounds is returned. The example divides three tasks of 1 s between
-    two nodes.
+    Let y be factors of 0 or more, one for each node, that add up to 1. Every y gives a
+    bound: the sum over the tasks of the least y[node] * seconds[task, node]. (This is
+    the dual of a linear program in which tasks may be divided.) Of 60 iterations
+    (`_ROUNDS`), each raises the factors of the nodes with more load than others. The
+    largest bound found is returned. The example divides three tasks of 1 s between two
+    nodes.
 
     Args:
         seconds: `[tasks, nodes]`, infinite where a node cannot run a task.

@@ -94,7 +94,7 @@ class AxisUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted seconds of one step: the terms of a sum, such as `compute`."""
+    """Predicted seconds of one step: parts that add up (terms), such as `compute`."""
 
     terms: Mapping[str, float]
     """Seconds of each term: compute, collectives (the part that computing does not
@@ -118,11 +118,10 @@ class Prediction:
 
     @property
     def relative_error(self) -> float:
-        """Half of the prediction interval's width, as a share of `step_s`.
+        """Half the width of the step time's prediction interval, divided by `step_s`.
 
-        0 if `step_s` is 0.
-
-        Reports round predicted seconds to the digits that this error allows.
+        0 if `step_s` is 0. Reports round predicted seconds to the digits that this
+        error allows.
         """
         width_s, step_s = self.high_s - self.low_s, self.step_s
         return max(0.0, width_s / 2 / step_s) if step_s else 0.0
@@ -287,8 +286,9 @@ class Plan:
 def _check(plan: Plan) -> None:
     """Checks mesh, knobs, specs, `axes` and `host` of a plan read from a file.
 
-    `host` has the paths of optimizer state that is kept in host memory. Mesh and knobs
-    of the alternatives are checked, too.
+    `axes` has the fabric levels and the share of work of each mesh axis. `host` has the
+    paths of optimizer state that is kept in host memory. Mesh and knobs of the
+    alternatives, and of the candidate in `left_out`, are checked, too.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names the

@@ -145,8 +145,8 @@ def share(value: float, total: float, error: float = 0.0) -> str:
 def change(value: float, reference: float, error: float = 0.0) -> str:
     """Formats the change from a reference to a value; '' for reference 0.
 
-    The text has the difference in percent. If the value is 10 times the reference
-    (`_MANY`) or more, the text has the ratio of both instead. The number in the text is
+    The text has the difference in percent. If the value is 10 times the reference or
+    more, the text has the ratio of both instead. The number in the text is
     rounded to the digits that its relative error, `error`, allows (`rounded`).
 
     >>> change(3.0, 2.0), change(1.0, 2.0), change(30.0, 2.0), change(1.0, 0.0)

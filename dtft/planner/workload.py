@@ -382,9 +382,10 @@ class Workload:
 
     @cached_property
     def expert_arrays(self) -> Arrays:
-        """Inputs and outputs of expert layers.
+        """Inputs and outputs of expert layers, each with the dim that numbers experts.
 
-        The map is from the set of an array's dims to its expert dim.
+        The map is from the set of an array's dims to its expert dim; it is empty if the
+        model has no experts.
         """
         known = {*self.batch_dims, *self.sequence_dims}
         parameters = [self.graph.inputs[path] for path in self.paths("parameter")]
@@ -570,8 +571,9 @@ class Workload:
     def aligned(self, division: ShardingAssignment) -> ShardingAssignment:
         """Converts a sharding assignment for dims of `graph` to one for `program`.
 
-        `program` is the loss alone with entry `loss`, and `graph` itself with entry
-        `step`. The dims of `program` get the mesh axes of the equal dims of `graph`.
+        If the user gave a loss, `program` is the loss alone, and its dims get the mesh
+        axes of the equal dims of `graph`. If the user gave a whole step, `program` is
+        `graph`, and the assignment is returned unchanged.
         """
         if self.program is self.graph:
             return division
@@ -580,11 +582,11 @@ class Workload:
         return ShardingAssignment(axes=axes, first=self._first(division))
 
     def _first(self, division: ShardingAssignment) -> Arrays:
-        """Returns `ShardingAssignment.first` for `program`, from that for `graph`.
+        """Finds the arrays of `program` that are divided by expert, not by example.
 
-        If `division` divides inputs or outputs of expert layers by expert (they are
-        keys of `division.first`), returns those of `program`: a map from the set of an
-        array's dims to its expert dim. Otherwise returns an empty map.
+        These are inputs and outputs of the loss's expert layers, as a map from the set
+        of an array's dims to its expert dim. The map is empty if `division`, which is
+        for dims of `graph`, divides no such arrays by expert.
         """
         if division.first.keys().isdisjoint(self.expert_arrays):
             return {}

@@ -1,8 +1,9 @@
 """Raises an exception in a training step, for a failure drill.
 
-The environment variable is ``DTFT_FAIL_AT=SLOT:STEP:WHEN:PATH``, where WHEN is ``once``
-or ``always``. ``once`` makes the file PATH first and does not fail if PATH exists,
-because a restarted trainer cannot remember an earlier failure.
+A drill is a run with planned faults. The environment variable is
+``DTFT_FAIL_AT=SLOT:STEP:WHEN:PATH``, where WHEN is ``once`` or ``always``. ``once``
+makes the file PATH first and does not fail if PATH exists, because a restarted trainer
+cannot remember an earlier failure.
 """
 
 import os

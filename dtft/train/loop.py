@@ -1,8 +1,8 @@
 """The training loop: runs steps from the initial or restored state to the last step.
 
-Decides when a step is dispatched, checked, saved and logged. The `Runtime` contains
-everything that differs between one process and a cluster. The `TrainStep` contains
-everything that depends on the model.
+Decides when a step is dispatched, when its metrics are checked and logged, and when its
+state is saved. The `Runtime` contains everything that differs between one process and a
+cluster. The `TrainStep` contains everything that depends on the model.
 """
 
 import contextlib
@@ -153,7 +153,8 @@ def step_on(
 ) -> TrainStep:
     """Makes the train step by a plan, or by the config if there is no plan.
 
-    The config chooses a load-balanced, pipelined or sharded step.
+    Without a plan the step is load-balanced if the config's `balance.policy` is not
+    `off`, else pipelined if the mesh has several stages, else neither.
     """
     if plan is not None:
         return planned_train_step(experiment, mesh, plan)

@@ -160,11 +160,11 @@ class RunLog:
         self._ended = "  ".join([f"{head} at step {summary['step']}", *values])
 
     def _calibration(self) -> None:
-        """Appends the plan's measured step times to `PLAN_TIMES_FILE`.
+        """Appends the plan's measured step times to a file in the run directory.
 
-        `dtft calibrate --runs` reads the file to correct the planner's predictions. A
-        plan that was predicted for other devices is not logged, because its times
-        cannot be compared with the prediction.
+        The file is plan_times.jsonl. `dtft calibrate --runs` reads it to correct the
+        planner's predictions. A plan that was predicted for other devices is not
+        logged, because its times cannot be compared with the prediction.
         """
         choice, path = self._runtime.choice, self._runtime.run_directory
         if choice is None or not choice.is_predicted or not self._step_s:

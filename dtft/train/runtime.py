@@ -21,7 +21,7 @@ Items = dict[str, Any]
 
 
 class Runtime(Protocol):
-    """Interface through which the training loop uses the process that runs it.
+    """Interface of the training loop to the process that runs it.
 
     Only the training thread calls the methods.
     """
@@ -72,7 +72,7 @@ class Runtime(Protocol):
     def choice(self) -> PlanChoice | None:
         """The plan that `mesh` chose.
 
-        None before `mesh` is called, and if the config's `plan` is empty.
+        None before `mesh` is called, or if the config's `plan` is empty.
         """
         ...
 

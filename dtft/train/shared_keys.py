@@ -3,10 +3,10 @@
 A world is the set of a job's JAX processes. On CPU each of these processes has a JAX
 coordination service of its own, so that the loss of a host does not end the service of
 other hosts. Processes find each other through keys in the service: gloo writes its
-addresses under the directory `GLOO`, and dtft writes keys under the directory `OWN`.
-JAX does not report when gloo has written a key, so a thread polls for gloo's keys and
-publishes new keys. The same thread sets the keys that other processes have published.
-A key of dtft is published by the thread that writes the key.
+addresses under the directory `cpu:gloo` (`GLOO`), and dtft writes keys under the
+directory `dtft` (`OWN`). JAX does not report when gloo has written a key, so a thread
+polls for gloo's keys and publishes new keys. The same thread sets the keys that other
+processes have published. A key of dtft is published by the thread that writes the key.
 """
 
 import logging
@@ -63,13 +63,13 @@ class SharedKeys:
     def hurry(self, seconds: float) -> None:
         """Looks for new keys of gloo often, for the next `seconds` s.
 
-        That is every `HURRIED_S` s; afterwards every `CALM_S` s.
+        Looks every 2 ms (`HURRIED_S`) in this time, afterwards every 50 ms (`CALM_S`).
         """
         self._calm_at = time.monotonic() + seconds
         self._received.put({})
 
     def calm(self) -> None:
-        """Looks for new keys of gloo every `CALM_S` seconds from now on."""
+        """Looks for new keys of gloo every 50 ms (`CALM_S`) from now on."""
         self._calm_at = 0.0
 
     def forget(self) -> None:
@@ -108,9 +108,9 @@ class SharedKeys:
     def _receive(self) -> None:
         """Waits for keys that another process has published, and sets them.
 
-        Returns without keys after `HURRIED_S` or `CALM_S` s, when the next look for
-        gloo's keys is due. Keys outside of the directories `GLOO` and `OWN` are
-        ignored.
+        If no keys arrive, returns when the next look for gloo's keys is due: after 2 ms
+        (`HURRIED_S`) in the time that `hurry` has set, otherwise after 50 ms
+        (`CALM_S`). Keys that are neither gloo's nor dtft's are ignored.
         """
         hurried = time.monotonic() < self._calm_at
         try:

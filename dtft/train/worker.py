@@ -98,9 +98,10 @@ class WindowClock:
     def finished(
         self, step: int, now: float, *, released_at: float, stall_s: float
     ) -> Window | None:
-        """Returns the steps and seconds since the last call; None at the first call.
+        """Returns the counts and seconds of the steps since the last call, if any.
 
-        Call it at each boundary (a step after which a snapshot is taken).
+        Returns None at the first call. Call it at each boundary (a step after which a
+        snapshot is taken).
 
         Args:
             step: the boundary, which the devices have finished.
@@ -111,8 +112,8 @@ class WindowClock:
                 training thread.
 
         Returns:
-            The steps while the previous snapshot was copied (`affected`) and afterwards
-            (`quiet`), and their seconds.
+            The number and the seconds of the steps while the previous snapshot was
+            copied (`affected`) and of the steps afterwards (`quiet`), and `stall_s`.
         """
         last, dispatched = self._last, self._dispatched
         self._last, self._dispatched = (step, now), []
@@ -336,8 +337,8 @@ class AgentRuntime:
     def await_peers(self) -> None:
         """Waits until the processes of all slots have compiled their steps.
 
-        Otherwise the first process that has compiled would wait for the other processes
-        in a collective, which has its own timeout.
+        Without this wait, the first process that has compiled would wait for the others
+        in the collective of the first step, which has a timeout of its own.
 
         Raises:
             TimeoutError: a process was not ready in time.
@@ -363,8 +364,8 @@ class AgentRuntime:
     def dispatched(self, step: int) -> None:
         """Reports to the agent that `step` is dispatched.
 
-        Also reports that step `step - AHEAD` is finished: the training loop waits for
-        it before it dispatches `step`.
+        Also reports that the step two steps earlier (`AHEAD`) is finished: the training
+        loop waits for it before it dispatches `step`.
 
         Raises:
             LeaveOrdered: the agent has ordered this process to give up its slot.
@@ -477,9 +478,10 @@ _COMPILED = _Compiled()
 
 
 def count_compilations() -> None:
-    """Counts the programs that each thread compiles from now on, in `_COMPILED`.
+    """Counts, from now on, the programs that each thread compiles.
 
-    A program that is loaded from JAX's compilation cache does not count.
+    The count of the calling thread is `_COMPILED.number`. A program that is loaded from
+    JAX's compilation cache does not count.
     """
     import jax
 
@@ -503,11 +505,11 @@ def speed(dispatched_at: Sequence[float], stalls_s: Sequence[float]) -> dict[str
         stalls_s: seconds for which each snapshot blocked the training thread.
 
     Returns:
-        `step_s`: mean seconds per step, without the first `WARM_UP` steps.
+        `step_s`: mean seconds per step, without the first 20 steps (`WARM_UP`).
         `late_step_s`: mean seconds per step over the last half of the steps.
-        `snapshots`: number of snapshots. `stall_s`: mean of `stalls_s`. With `WARM_UP`
-        + 1 steps or fewer, `step_s` and `late_step_s` are missing. Without snapshots,
-        `snapshots` and `stall_s` are missing.
+        `snapshots`: number of snapshots. `stall_s`: mean of `stalls_s`. With 21 steps
+        or fewer, `step_s` and `late_step_s` are missing. Without snapshots, `snapshots`
+        and `stall_s` are missing.
 
     In the example 30 steps were dispatched, one each second.
 
@@ -602,8 +604,8 @@ def _evidence(error: Exception, at: tuple[str, int]) -> dict[str, Any]:
 
     The field `log` has the log's path. If the error may come from the user's code
     (model or data), the other fields of `failure`, such as the traceback, are added.
-    This is assumed for errors after the restore, except ConfigError and NonFinite,
-    whose messages name the remedy.
+    Any error after the restore counts as such an error, except ConfigError and
+    NonFinite, whose messages name the remedy.
     """
     of_user = at[0] not in ("start", "restore")
     if of_user and not isinstance(error, ConfigError | NonFinite):
@@ -750,9 +752,10 @@ class TrainerProcess:
     def _take(self, message: dict[str, Any]) -> None:
         """Queues an order of the agent for `serve`; handles other messages at once.
 
-        The order `leave` also discards queued orders, interrupts training, ends this
-        process's collectives, and stops compiling ahead. Called on the receiving
-        thread, which holds the dialogue's `condition`.
+        Other messages have keys of other processes, formations to compile steps for, or
+        news for the checkpoint manager. The order `leave` also discards queued orders,
+        interrupts training, ends this process's collectives, and stops compiling ahead.
+        Called on the receiving thread, which holds the dialogue's `condition`.
         """
         op = message["op"]
         if op == "leave":
@@ -800,13 +803,13 @@ class TrainerProcess:
     def _outcome(self, training: TrainingThread) -> BaseException | None:
         """Waits until the training thread has ended; returns its error, or None.
 
-        After the order to leave, the thread has at least `PATIENCE_S` to end. If it
-        still computes then and can be left behind (`_can_leave_behind`), this returns
-        LeaveOrdered instead.
+        After the order to leave, the thread has at least 0.2 s (`PATIENCE_S`) to end.
+        If it still computes then, and the next slot may be taken without its end
+        (`_can_leave_behind`), this returns LeaveOrdered and does not wait longer.
 
         Raises:
-            AgentGone: the agent has ended, and training has not ended after
-                `LAST_WORDS_S`.
+            AgentGone: the agent has ended, and training has not ended 5 s later
+                (`LAST_WORDS_S`).
         """
         condition, dialogue = self._dialogue.condition, self._dialogue
         with condition:
@@ -826,9 +829,10 @@ class TrainerProcess:
     def _can_leave_behind(self) -> bool:
         """Whether the next slot may be taken while the old thread still computes.
 
-        The slot may be taken if the training thread's phase is in `COMPUTING`, the
-        runtime allows it (`may_be_left_behind`), and no other thread that was left
-        behind still runs. The caller holds the dialogue's `condition`.
+        The slot may be taken if the training thread compiles, computes a step or
+        evaluates, if the next formation (assignment of hosts to slots) uses other
+        devices of this process, and if no other thread that was left behind still runs.
+        The caller holds the dialogue's `condition`.
         """
         runtime, former = self._runtime, self._left_behind()
         return (
@@ -844,8 +848,9 @@ class TrainerProcess:
         The process stays alive if the agent has ordered it to leave its slot. A broken
         collective or a corrupt copy can end training before this order arrives. The
         process then reports the error to the agent and waits for the order. If no order
-        comes within the lease timeout plus `LAST_WORDS_S`, or the agent has ended, the
-        process exits with code 1.
+        comes within the lease timeout plus 5 s (`LAST_WORDS_S`), or the agent has
+        ended, the process exits with code 1. For other errors without an order the
+        result is False.
         """
         from dtft.checkpoint.memory import CorruptCopy
         from dtft.train.world import broken_collective
@@ -881,10 +886,10 @@ class TrainerProcess:
         gc.collect()
 
     def last_words(self, op: str, **fields: Any) -> None:
-        """Sends the messages `ending` and `op` to the agent.
+        """Tells the agent that this process ends, and waits to be ended by it.
 
-        `fields` are the fields of the message `op`. Then waits for the agent to end
-        this process, at most `LAST_WORDS_S` s, or until the agent is gone.
+        Sends the message `ending`, then a message with the name `op` and the fields
+        `fields`. Waits at most 5 s (`LAST_WORDS_S`), or until the agent is gone.
         """
         with contextlib.suppress(AgentGone):
             self._dialogue.queue("ending")
@@ -896,7 +901,7 @@ class TrainerProcess:
 
     @property
     def at(self) -> tuple[str, int]:
-        """Current phase and step of training; ("start", 0) before `train`."""
+        """Current phase and step of training; ("start", 0) without a slot."""
         return self._runtime.at if self._runtime is not None else ("start", 0)
 
     def train(self, start: dict[str, Any]) -> None:
@@ -1030,10 +1035,10 @@ def _import_everything(experiment: Any) -> None:
     """Imports modules, makes datasets and configures JAX, before there is a slot.
 
     If `cluster.devices_per_host` is above 0, JAX uses only the CPU, with this number of
-    devices; with `cluster.hot_swap` it has `TURNS` times as many, because each recovery
-    needs devices that were not used before. JAX's compilation cache is the directory in
-    DTFT_COMPILATION_CACHE, if the variable is set. Must not touch a device, because JAX
-    must first connect to the job's other processes.
+    devices; with `cluster.hot_swap` it has 16 times as many (`TURNS`), because each
+    recovery needs devices that were not used before. JAX's compilation cache is the
+    directory in DTFT_COMPILATION_CACHE, if the variable is set. Must not touch a
+    device, because JAX must first connect to the job's other processes.
     """
     import jax
 

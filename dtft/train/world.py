@@ -12,8 +12,8 @@ service to the others.
 
 On CPU, XLA makes one gloo context for each ordered tuple of devices, and keeps it. A
 context is unusable after one of its processes has died, so each formation needs devices
-that no earlier formation has used. Therefore a process has `TURNS` sets of CPU devices,
-and each formation uses the next set.
+that no earlier formation has used. Therefore a process has 16 sets (`TURNS`) of CPU
+devices, and each formation uses the next set.
 
 On GPUs all processes are connected to one service, which the agent of the first slot's
 host starts. XLA aborts a collective once the service reports that one of the
@@ -172,14 +172,14 @@ class World:
         return [device for found in by_process.values() for device in found[chosen]]
 
     def has_room_beside(self, per_host: int) -> bool:
-        """Whether this process can train again while an old thread still computes.
+        """Whether this process can train again while an earlier thread still computes.
 
-        The old thread computes for an earlier formation (an assignment of hosts to
-        slots). True on CPU with one device per process in a formation, if the world
-        lasts over several formations: each then uses another device. With several
-        devices per process the programs of both formations would wait for each other,
-        because XLA begins their collectives one after the other. False on GPUs, where
-        all formations use the same devices.
+        The earlier thread computes for an earlier formation (an assignment of hosts to
+        slots). The result is True on CPU with one device per process in a formation, if
+        the world lasts over several formations: each then uses another device. With
+        several devices per process the programs of both formations would wait for each
+        other, because XLA begins their collectives one after the other. False on GPUs,
+        where all formations use the same devices.
 
         Args:
             per_host: number of devices of this process in a formation.

@@ -84,7 +84,7 @@ class AgentCheckpointManager:
         automatic: bool = False,
         last: int | None = None,
     ) -> None:
-        """Sends nothing yet. The messages of the agent must be passed to `take`.
+        """Sends nothing yet. The caller passes each message of the agent to `take`.
 
         Args:
             dialogue: the exchange of messages with the agent.
@@ -149,7 +149,8 @@ class AgentCheckpointManager:
         """Handles one message of the agent.
 
         `message["op"]` names the kind of message; a message of an unknown kind is
-        ignored. The caller must hold the dialogue's `condition`.
+        ignored. The caller must hold the lock that guards the dialogue (its
+        `condition`).
         """
         op = message["op"]
         if op == "restore":
@@ -371,7 +372,10 @@ class AgentCheckpointManager:
     # ---------------------------------------------------------------- for the loop
 
     def stop_at(self) -> int | None:
-        """Returns the step after which all hosts stop; None without a stop request."""
+        """Returns the step after which all hosts stop, as the leader has ordered.
+
+        None without such an order.
+        """
         with self._dialogue.condition:
             return self._stop_at
 
@@ -396,7 +400,7 @@ class NotHeld(LookupError):
 
 
 class NotBrought(RuntimeError):
-    """The agents could not provide the slices that the requested shardings need."""
+    """The agents could not fetch the slices that the requested shardings need."""
 
 
 class AttachedMemory(AgentCheckpointManager):
@@ -457,8 +461,9 @@ class AttachedMemory(AgentCheckpointManager):
     def _take_part(self) -> None:
         """Waits until all processes have attached, and reports that this one runs.
 
-        The report goes to the agent, which has named the step that can be restored.
-        This step counts as the step saved last until the first save.
+        The agent's message that all have attached names the step that can be restored.
+        Until the first save, this step counts as the step saved last. The report goes
+        to the agent.
 
         Raises:
             TimeoutError: some processes did not attach in time.
@@ -484,7 +489,8 @@ class AttachedMemory(AgentCheckpointManager):
         """Handles one message of the agent.
 
         `message["op"]` names the kind of message; a message of an unknown kind is
-        ignored. The caller must hold the dialogue's `condition`.
+        ignored. The caller must hold the lock that guards the dialogue (its
+        `condition`).
         """
         op = message["op"]
         if op == "formed":
@@ -510,7 +516,7 @@ class AttachedMemory(AgentCheckpointManager):
         The arena is memory that the agent shares with this process. If the agent
         answers that the job starts from the initial state, no step counts as saved or
         committed. The agent also answers so if the step in memory has another layout.
-        For the errors, see the superclass.
+        For the errors, see `AgentCheckpointManager.announce`.
         """
         super().announce(layout)
         assert self._order is not None
@@ -674,8 +680,8 @@ class AttachedMemory(AgentCheckpointManager):
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
-            TimeoutError: the wait took longer than `limit_s` seconds, which is twice
-                `ReplicatedOptions.storage_timeout_s`.
+            TimeoutError: the wait took longer than `limit_s` seconds. The message names
+                the option that decides the limit, `storage_timeout_s`.
         """
         token = self.ask_storage(step, store=store)
         what = f"step {step} to be {'in storage' if store else 'committed'}"
@@ -684,9 +690,9 @@ class AttachedMemory(AgentCheckpointManager):
         return self._flushed.pop(token)
 
     def ask_storage(self, step: int, *, store: bool) -> int:
-        """Sends the request of `flush`, and returns at once.
+        """Asks the agent to report when a step is committed or stored; does not wait.
 
-        The agent answers when the step is committed and no export (a write to storage)
+        The agent answers once the step is committed and no export (a write to storage)
         is running. With `store`, storage must also have the step or a later step, or an
         export must have failed.
 
@@ -704,8 +710,8 @@ class AttachedMemory(AgentCheckpointManager):
         """Detaches from the agent; committed steps stay in the agents' memory.
 
         Waits first until the step saved last is safe (all its copies are verified), but
-        for at most `LEAVE_S` (5) seconds. If peers have ended, the step never becomes
-        safe.
+        for at most 5 s (`LEAVE_S`), because the step never becomes safe if peers have
+        ended.
         """
         with contextlib.suppress(AgentGone, TimeoutError):
             what = f"step {self._saved}"
@@ -719,7 +725,7 @@ class AttachedMemory(AgentCheckpointManager):
     def _detach(self) -> None:
         """Closes the link to the agent, and unmaps the memory that is shared with it.
 
-        `leave` sends the agent a message before this call. Without this message, the
+        `leave` first tells the agent that the process leaves. Without that message, the
         agent reports that the process has gone, if the process already had its slot.
         The job's other processes then do not wait for it.
         """

@@ -1,11 +1,12 @@
 """The link between a trainer and the agent of its host: discovery and messages.
 
-`attach` finds an agent for a user's process and attaches to it; a trainer started by
-the agent calls `hello`. Before any message, the agent and `attach` check that the
-process at the other end belongs to the same user or to root. A message is one msgpack
-map after a 4-byte length; the bytes of the state are in memory that both share (the
-arena) and are never sent over the link. `Dialogue` is the trainer's side: every wait
-has a limit, and ends at once when the agent has ended.
+A process that the user started calls `attach`, which finds an agent and asks it to
+accept the process. A trainer that an agent started asks that agent with `hello`. Before
+any message, the agent and `attach` check that the process at the other end belongs to
+the same user or to root. A message is one msgpack map after a 4-byte length; the bytes
+of the state are in memory that both share (the arena) and are never sent over the link.
+`Dialogue` is the trainer's side: every wait has a limit, and ends at once when the
+agent has ended.
 """
 
 import contextlib
@@ -173,11 +174,11 @@ def serve_links(
     """Accepts connections on a background thread until the listener is shut down.
 
     The caller ends the thread with `listener.shutdown`; `listener.close` alone does not
-    wake it. After another error, such as too many open files, the thread pauses for
-    `ACCEPT_AGAIN_S` (0.5) seconds and goes on.
+    wake it. After another error, such as too many open files, the thread pauses
+    (0.5 s, `ACCEPT_AGAIN_S`) and goes on.
 
     Args:
-        listener: from `listen_for_links`.
+        listener: the listening socket, from `listen_for_links`.
         hear: called with each new link, on a new thread for each.
         send_s: seconds after which a send fails if the other end does not read; 0 for
             no limit.
@@ -240,7 +241,7 @@ class LinkClosed(ConnectionError):
 
 
 class NotReading(LinkClosed):
-    """The other end did not read a message within the send limit of `serve_links`."""
+    """The other end did not read a message in time (`send_s` of `serve_links`)."""
 
 
 class AgentLink:
@@ -280,7 +281,8 @@ class AgentLink:
         Raises:
             LinkClosed: either end is closed, or the send takes longer than the limit
                 that `receive` has set on the socket.
-            NotReading: the other end does not read within the limit of `serve_links`.
+            NotReading: the other end does not read within `send_s` seconds, the limit
+                that `serve_links` has set.
             TypeError, ValueError, OverflowError: msgpack cannot encode a field.
         """
         self.send_packed(packed(op, fields))
@@ -291,7 +293,8 @@ class AgentLink:
         Raises:
             LinkClosed: either end is closed, or the send takes longer than the limit
                 that `receive` has set on the socket.
-            NotReading: the other end does not read within the limit of `serve_links`.
+            NotReading: the other end does not read within `send_s` seconds, the limit
+                that `serve_links` has set.
         """
         try:
             with self._lock:
@@ -475,7 +478,7 @@ TAKEN_S = 2.0
 """Seconds for which `attach` tries again if another process is attached to the agent,
 or if no agent or several are free. An agent's former process may just have ended."""
 ATTACHED = "attached"
-"""The answer of an agent that accepts a process; the other answer is `refused`."""
+"""Kind of the answer of an agent that accepts a process; else "refused"."""
 ANSWER_S = 10.0
 """Limit of connecting to an agent, and of its answer to `attach`, in seconds."""
 
@@ -494,7 +497,7 @@ class SeenAgent:
     """An agent's description of itself, which `ask` returns.
 
     It has the path of the agent's socket, the names of its job and host, and the
-    process that is attached to the agent.
+    process id of the process that is attached to the agent, if any.
     """
 
     path: Path
@@ -524,8 +527,9 @@ def attach(given: str | None, terms: Mapping[str, Any]) -> Attached:
 
     Args:
         given: path of the agent's socket, or None to search for it.
-        terms: the index of this process, and the settings that must be equal on all
-            processes of the job; see `distributed.terms_of`.
+        terms: the fields of the first message: "process", the index of this process,
+            and "terms", the settings that must be equal on all processes of the job;
+            made by `distributed.terms_of`.
 
     Raises:
         NoAgent: no agent answers, the agent refuses, or `given` is None and several
@@ -565,11 +569,12 @@ def _ask_in(path: Path, terms: Mapping[str, Any]) -> tuple[AgentLink, dict[str, 
 
     Args:
         path: path of the agent's socket.
-        terms: the index of this process, and the settings that must be equal on all
-            processes of the job.
+        terms: the fields of the first message: "process", the index of this process,
+            and "terms", the settings that must be equal on all processes of the job.
 
     Returns:
-        The link, and the agent's answer: `attached`, or `refused` with its reason.
+        The link, and the agent's answer: a message of the kind "attached", or of the
+        kind "refused" with the reason.
 
     Raises:
         NoAgent: no agent answers, or the socket cannot be trusted.
@@ -591,13 +596,15 @@ def hello(
 
     Args:
         link: the link to the agent; all later messages use it, too.
-        terms: the index of this process, and the settings that must be equal on all
-            processes of the job; empty for a trainer that the agent has started.
+        terms: the fields of the first message: "process", the index of this process,
+            and "terms", the settings that must be equal on all processes of the job;
+            empty for a trainer that the agent has started.
         answer_s: limit of the wait in seconds. None: no limit, for a trainer that the
             agent has started and that ends with the agent.
 
     Returns:
-        The agent's answer: `attached`, or `refused` with its reason.
+        The agent's answer: a message of the kind "attached", or of the kind "refused"
+        with the reason.
 
     Raises:
         LinkClosed: the agent closes the link without an answer.
@@ -750,10 +757,10 @@ class Dialogue:
     """A process's exchange of messages with its agent over one link.
 
     Every wait has a limit. A wait ends at once if the agent has ended, or has sent a
-    message that this process cannot handle; after such a message nothing is received.
-    After `interrupt` of a thread, its waits and sends raise an error.
-    `condition` guards the state that messages change. `agent_client` defines the
-    messages.
+    message that this process cannot handle; after such a message nothing is received. A
+    thread given to `interrupt` gets an error from its waits and sends. The lock
+    `condition` guards the state that messages change. The module `agent_client` defines
+    the messages.
     """
 
     def __init__(self, link: AgentLink, deadline_s: float) -> None:
@@ -774,10 +781,10 @@ class Dialogue:
         object, kept here, would keep the thread's frames and their objects alive."""
 
     def start(self, take: Callable[[dict[str, Any]], None]) -> None:
-        """Starts a receiving thread; `take` gets each message with `condition` held.
+        """Starts a thread that receives messages and passes each to `take`.
 
-        If `take` raises an exception, the thread ends, and every wait raises AgentGone.
-        The link stays open.
+        `take` is called with the lock `condition` held. If it raises an exception, the
+        thread ends, and every wait raises AgentGone. The link stays open.
         """
         threading.Thread(target=self._hear, args=(take,), daemon=True).start()
 
@@ -805,9 +812,10 @@ class Dialogue:
                 self.condition.notify_all()
 
     def interrupt(self, thread: threading.Thread, error: type[Exception]) -> None:
-        """Makes each wait, send and `check` of a thread raise `error` from now on.
+        """Makes later waits, sends and checks of a thread raise an `error`.
 
-        A wait in progress on this thread ends at once and raises `error`, too.
+        The methods are `wait`, `send`, `queue` and `check`. A wait in progress on this
+        thread ends at once and raises the error, too.
         """
         with self.condition:
             self._interrupted[thread] = error
@@ -818,7 +826,7 @@ class Dialogue:
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
-            Exception: the error of `interrupt`, if the calling thread is interrupted.
+            Exception: the error that `interrupt` set for the calling thread, if any.
         """
         with self.condition:
             if self.gone:
@@ -840,15 +848,16 @@ class Dialogue:
         """Waits until `ready` returns True, checked after each message.
 
         Args:
-            ready: the awaited condition; called with `condition` held.
+            ready: the awaited condition; called with the lock `condition` held.
             what: the awaited event, for the text of the TimeoutError.
             limit_s: limit in seconds; by default `deadline_s`.
-            limit: name of the option that sets the limit, for the same text.
+            limit: name of the option that sets the limit, for the text of the
+                TimeoutError.
 
         Raises:
             TimeoutError: `ready` did not return True in time.
             AgentGone: the agent has ended, or has detached this process.
-            Exception: the error of `interrupt`, if the calling thread is interrupted.
+            Exception: the error that `interrupt` set for the calling thread, if any.
         """
         limit_s = self.deadline_s if limit_s is None else limit_s
         thread = threading.current_thread()
@@ -869,7 +878,7 @@ class Dialogue:
 
         Raises:
             AgentGone: the agent has ended, or has detached this process.
-            Exception: the error of `interrupt`, if the calling thread is interrupted.
+            Exception: the error that `interrupt` set for the calling thread, if any.
         """
         with self.condition:
             self._raise_interruption()
@@ -886,7 +895,7 @@ class Dialogue:
         The thread sends queued messages in order.
 
         Raises:
-            Exception: the error of `interrupt`, if the calling thread is interrupted.
+            Exception: the error that `interrupt` set for the calling thread, if any.
         """
         with self.condition:
             self._raise_interruption()

@@ -197,11 +197,11 @@ def renumbered(
 def placed(
     record: Record, wanted: Mapping[str, RestoreTarget | None]
 ) -> dict[str, RestoreTarget | None]:
-    """Returns `wanted` with the saved sharding for array targets without a sharding.
+    """Gives targets without a sharding the sharding that their leaf was saved with.
 
-    A target stays unchanged if its leaf was saved without a sharding. All targets of an
-    item stay unchanged if the item has a `RestoreTarget.fallback`, because its targets
-    without a sharding later get the fallback's.
+    Only targets of arrays are changed. A target stays unchanged if its leaf was saved
+    without a sharding. All targets of an item stay unchanged if the item has a default
+    sharding (`RestoreTarget.fallback`), which its targets get later.
 
     Args:
         record: describes the saved step: its items, leaves and shardings.
@@ -449,7 +449,7 @@ class JobSteps:
 
         Before the first save, this is the newest step in memory or in storage. Returns
         None if memory and storage have no step. Does not wait for copies or for
-        other processes. Used by `should_save`.
+        other processes.
         """
         if self._memory.saved is not None:
             return self._memory.saved
@@ -481,8 +481,8 @@ class JobSteps:
                 and `JsonSave`.
             metrics: the metrics of the step: JSON values or scalars.
             custom_metadata: JSON values that `metadata` returns.
-            at_once: whether to request that the step is written to storage, even if it
-                is not due.
+            at_once: whether to request that the step is written to storage, even if the
+                option `storage_interval_steps` does not make it due.
 
         Raises:
             ValueError: the step is not above the newest step, `args` or `metrics`
@@ -678,7 +678,8 @@ class JobSteps:
         Raises:
             AgentGone: the agent has ended, or has detached this process.
             StorageFailed: a write to storage failed.
-            TimeoutError: the wait took longer than twice `storage_timeout_s`.
+            TimeoutError: the wait took longer than twice the option
+                `storage_timeout_s`.
         """
         if self._has_saved:
             self._flush(store=False)
@@ -686,11 +687,11 @@ class JobSteps:
 
     @property
     def _has_saved(self) -> bool:
-        """Whether this run has begun a save and there is a step to wait for.
+        """Whether this run has called `save` and there is a step to wait for.
 
-        This step is `AttachedMemory.saved`: the step saved last. If the first save
-        failed, it is the step that could be restored at the start of this run; if there
-        was none, the result is False.
+        The step to wait for is the step saved last. If the first save failed, it is the
+        step that could be restored at the start of this run; the result is False if
+        there was none.
         """
         return self._layout is not None and self._memory.saved is not None
 
@@ -741,7 +742,8 @@ class JobSteps:
             StorageFailed: this write failed, or an earlier write failed and was not
                 raised yet.
             AgentGone: the agent has ended, or has detached this process.
-            TimeoutError: the write took longer than twice `storage_timeout_s`.
+            TimeoutError: the write took longer than twice the option
+                `storage_timeout_s`.
         """
         try:
             error = self._flush(store=True) if self._has_saved else ""

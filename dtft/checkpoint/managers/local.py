@@ -54,7 +54,8 @@ class StorageFailed(RuntimeError):
 class Storing:
     """The writer of steps from memory to storage, through an exporter process.
 
-    The caller of every public method except `end` and `score` holds `condition`.
+    The caller of every public method except `end` and `score` holds the lock
+    `condition` that `__init__` was given.
 
     One step is written at a time. Of the steps that become due meanwhile, only the
     newest step waits and keeps its memory.
@@ -97,7 +98,10 @@ class Storing:
 
     @property
     def steps(self) -> frozenset[int]:
-        """The steps in storage, as of the last write, `delete` or `reload`."""
+        """The steps in storage, as far as this process knows.
+
+        Changes that other writers make are seen only after `reload`.
+        """
         return frozenset(self._steps)
 
     def reload(self) -> None:
@@ -109,8 +113,9 @@ class Storing:
 
         A queued step replaces the step that waits in the queue. If the step is not
         queued and no exporter (the process that writes to storage) runs, starts one.
-        It is then ready when the interpreter exits: the newest step is written then,
-        but no thread can be started. Called after the step was committed to memory.
+        The exporter is then ready at the interpreter's exit, when the newest step is
+        written but no thread can be started. Called after the step was committed to
+        memory.
 
         Args:
             version: the step in memory.
@@ -145,7 +150,7 @@ class Storing:
             self._begin()
 
     def give_way(self) -> bool:
-        """Drops the steps that wait for storage, to free their memory.
+        """Drops the steps that wait for storage, so that a save can use their memory.
 
         Returns:
             Whether a step was dropped.
@@ -437,7 +442,7 @@ class Storing:
 
 
 def _short(error: str) -> str:
-    """Returns the first line of an error; cuts a long line to 300 characters, "..."."""
+    """Returns the first line of an error, cut to 300 characters and "..." if longer."""
     line = error.partition("\n")[0]
     return line if len(line) < 300 else f"{line[:300]}..."
 
@@ -445,8 +450,9 @@ def _short(error: str) -> str:
 class Reader:
     """A reader of steps: from memory, or from storage if memory lacks the step.
 
-    The caller of every method holds the condition of `storing`. A step in memory
-    that does not match its digests is never returned.
+    The caller of every method holds the lock that guards the steps in storage (the
+    condition of the `Storing`). A step in memory that does not match its digests is
+    never returned.
     """
 
     def __init__(self, versions: Versions, storing: Storing) -> None:
@@ -559,7 +565,7 @@ class LocalSteps:
             options: the options of the checkpoint manager.
 
         Raises:
-            ValueError: the option `agent` is set, or `memory_to_keep` is too large.
+            ValueError: the option `agent` is set, or `memory_to_keep` is above 252.
             OSError: the directory cannot be listed.
         """
         if options.agent is not None:

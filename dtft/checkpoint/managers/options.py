@@ -213,7 +213,7 @@ def is_storage_due(
     and at most `step`.
 
     Args:
-        options: of the checkpoint manager.
+        options: the options of the checkpoint manager.
         step: the step that was saved.
         last_stored: the last step that was queued for storage; before that, the newest
             step in storage. None if there is neither: the step is then due.
@@ -243,7 +243,7 @@ def superfluous(
     the newest, so only step 2 is deleted.
 
     Args:
-        options: of the checkpoint manager.
+        options: the options of the checkpoint manager.
         stored: the steps in storage.
         scores: step to its score (`ReplicatedOptions.score`); a higher score is better.
             A step without a score ranks below every step with a score.

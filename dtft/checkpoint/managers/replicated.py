@@ -36,7 +36,7 @@ def step_number(step: Any) -> int:
 
     Raises:
         ValueError: `step` has another type (also bool), is negative, or is above
-            `LARGEST`.
+            2**63 - 1 (`LARGEST`).
 
     >>> import numpy as np
     >>> step_number(np.int64(3))
@@ -202,8 +202,8 @@ class ReplicatedCheckpointManager(ocp.AbstractCheckpointManager):
         """Whether `save` saves `step` without `force`.
 
         True for a step that is due (see `ReplicatedOptions.save_interval_steps`) or for
-        which `reached_preemption` is True. False for a step at or below the newest
-        step.
+        which `reached_preemption` is True. False for a step at or below the newest step
+        in memory or storage.
         """
         step, latest = step_number(step), self._work.newest()
         if is_due(self._clock.cadence, step, latest):

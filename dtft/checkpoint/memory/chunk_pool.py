@@ -86,7 +86,7 @@ class BufferRefCounts:
     def absent(self) -> np.ndarray:
         """Returns the buffer numbers of a version (step) that has none of the chunks.
 
-        This is [chunks] uint8, all `ABSENT`.
+        This is [chunks] uint8, all 255 (`ABSENT`).
         """
         return np.full(self._counts.shape[1], ABSENT, np.uint8)
 
@@ -94,8 +94,8 @@ class BufferRefCounts:
         """Adds a reference to one buffer of each chunk.
 
         Args:
-            buffers: [chunks] uint8: the number of each chunk's buffer, `ABSENT` for a
-                chunk to skip.
+            buffers: [chunks] uint8: the number of each chunk's buffer, 255 (`ABSENT`)
+                for a chunk to skip.
 
         Raises:
             ValueError: one of the buffers is free.
@@ -109,8 +109,8 @@ class BufferRefCounts:
         A buffer without references is free.
 
         Args:
-            buffers: [chunks] uint8: the number of each chunk's buffer, `ABSENT` for a
-                chunk to skip.
+            buffers: [chunks] uint8: the number of each chunk's buffer, 255 (`ABSENT`)
+                for a chunk to skip.
 
         Raises:
             ValueError: one of the buffers is free already.
@@ -124,12 +124,12 @@ class BufferRefCounts:
         """Looks up the reference counts of one buffer of each chunk.
 
         Args:
-            buffers: [chunks] uint8: the number of each chunk's buffer, `ABSENT` for a
-                chunk to skip.
+            buffers: [chunks] uint8: the number of each chunk's buffer, 255 (`ABSENT`)
+                for a chunk to skip.
 
         Returns:
-            The index of these buffers in `_counts` (buffer numbers, chunk numbers), and
-            their counts.
+            The buffer numbers and the chunk numbers of these buffers, as a pair of
+            index arrays; and their reference counts.
 
         Raises:
             ValueError: one of the buffers is free.
@@ -199,8 +199,9 @@ class ChunkPool:
             numbers: [n] the numbers of the chunks, each at most once.
 
         Returns:
-            [chunks] uint8: the buffer of each chunk, `ABSENT` for the other chunks.
-            None if one of the chunks has no free buffer; then no buffer is taken.
+            [chunks] uint8: the buffer of each chunk, 255 (`ABSENT`) for the other
+            chunks. None if one of the chunks has no free buffer; then no buffer is
+            taken.
         """
         found = self.ref_counts.acquire(numbers)
         if found is not None and self.rotten:

@@ -90,8 +90,8 @@ class Receiving:
     def claim(self, numbers: Sequence[int]) -> list[memoryview] | None:
         """Claims the chunks with these numbers for one connection to write.
 
-        Chunks are numbered through the slices of the push. The caller then calls
-        `arrived` or `failed` with the same numbers.
+        Chunks are numbered through the slices of the push. Once the caller has written
+        the chunks whole, it calls `arrived` with the same numbers, otherwise `failed`.
 
         Returns:
             The memory of each chunk. None if the push was given up, or if another
@@ -150,7 +150,7 @@ class Hosting:
 
         Args:
             pools: sending slot to the memory for copies of its slices.
-            lock: the lock of the `ReplicaStore`.
+            lock: the lock that guards all copies of this host.
         """
         self.pools, self._lock = pools, lock
         self.copies: dict[int, dict[int, Copy]] = {}

@@ -194,7 +194,7 @@ class Versions:
             chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
 
         Raises:
-            ValueError: `keep` is above `MAX_BUFFERS` - 2, which is 252.
+            ValueError: `keep` is above 252 (`MAX_BUFFERS` - 2).
         """
         if keep > MAX_BUFFERS - 2:
             raise ValueError(

@@ -569,9 +569,10 @@ class ReplicaStore:
                 verify it.
 
         Returns:
-            The restore, with the own slices that are missing or do not match
-            (`missing`), and so must be fetched or assembled. The caller then writes
-            each into its memory (`parts`) and calls `restored`.
+            The restore in progress. Its attribute `missing` lists the own slices that
+            are missing or do not match, and so must be fetched or assembled. The caller
+            writes each into the memory that `Restoring.parts` returns, and then calls
+            `Restoring.restored`.
 
         Raises:
             RuntimeError: a chunk has no free buffer, because restores or exports that

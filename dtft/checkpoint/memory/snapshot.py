@@ -433,8 +433,8 @@ def _fetched(shards: Iterable[_Shard]) -> Iterator[_Shard]:
     """Yields the shards in order, with copies from accelerators started in advance.
 
     Before a shard is yielded, copies of later shards to the host are started, so many
-    small arrays are not copied one by one. At most about `_AHEAD_BYTES` bytes (64 MiB)
-    are copied in advance.
+    small arrays are not copied one by one. At most about 64 MiB (`_AHEAD_BYTES`) are
+    copied in advance.
     """
     ahead, num_bytes = deque[_Shard](), 0
     for shard in shards:

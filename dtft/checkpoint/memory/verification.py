@@ -41,8 +41,9 @@ class ChunkRead:
 class VerifiedCopies:
     """Result of reading all copies of slices on one host.
 
-    Copies that are kept only for an export (pinned) are read, too, but are not in
-    `copies`, `held` and `unread`.
+    Copies that are kept only for an export (pinned) are read, too. They are neither
+    counted in `copies` nor listed in `held` or `unread`, but corrupt ones are in
+    `corrupt`.
     """
 
     copies: int
@@ -63,7 +64,7 @@ class CopyVerifier:
     """Reads and checks all copies of slices on one host. Thread-safe.
 
     The slices' chunks (parts of their bytes) are numbered from 0. They are read without
-    holding the lock of the `ReplicaStore`. Only a chunk that seems corrupt is read
+    holding the lock that guards the copies. Only a chunk that seems corrupt is read
     again with the lock held.
     """
 
@@ -73,7 +74,7 @@ class CopyVerifier:
         Args:
             own: the copies of the host's own slices.
             hosting: the copies of its peers' slices.
-            lock: the lock of the `ReplicaStore`.
+            lock: the lock that guards `own` and `hosting`.
         """
         self._own, self._hosting, self._lock = own, hosting, lock
         self._pools: list[tuple[int | None, ChunkPool]] = [

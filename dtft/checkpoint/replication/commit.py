@@ -29,7 +29,7 @@ def adding_up(root: str, claims: Claims) -> dict[str, bytes] | None:
     First tries, for each slice, the digest that most hosts report. If the root digest
     of this choice is not `root`, tries again without the reports of one host. Each host
     that reports a slice on whose digest hosts disagree is left out in turn, but at most
-    `MAX_SUSPECTS` (16) hosts, in the order of their names. So one host with wrong
+    16 hosts (`MAX_SUSPECTS`), in the order of their names. So one host with wrong
     digests is found even with two copies per slice, where there is no majority.
 
     Reported digests differ if a host keeps the bytes of another step under the commit's
@@ -232,8 +232,8 @@ class StepTracker:
     def staged(self, slot: int, digests: Sequence[bytes]) -> None:
         """Records that a slot has copied its slices to the memory of its host.
 
-        A slot may skip slices that other slots with the same slices copy
-        (`Commit.share` "divided").
+        If the owners of equal slices share the copying (`--checkpoint.share=divided`),
+        a slot skips the slices that enough other owners copy.
 
         Args:
             slot: the slot.
@@ -304,10 +304,10 @@ class StepTracker:
     def complete(self) -> bool:
         """Whether the step can be committed.
 
-        True if every slot has reported its own slices (`staged`), a verified and equal
-        copy of every push (the slices that one slot sends to another) has been reported
-        (`held`), and each slice was copied by enough of the slots that own it (have it
-        on their devices).
+        True if three conditions hold. Every slot has reported its own slices
+        (`staged`). Every slot to which slices are pushed (sent) has reported a verified
+        and equal copy (`held`). Enough owners of each slice, the slots with the slice
+        on their devices, have copied it to host memory.
         """
         everyone = len(self._staged) == self.layout.mesh.num_slots
         # Evaluated at every report: the check whose cost grows with hosts is last. If

@@ -47,7 +47,7 @@ class PlacedLeaves:
     """
 
     leaves: tuple[int, ...]
-    """Positions in `layout.leaves`."""
+    """Positions of the leaves in the layout."""
     spec: Spec
     """Mesh axes that divide each dimension of the leaves."""
     sources: tuple[int, ...]
@@ -63,7 +63,8 @@ class CopyPlacement:
     """Which slots keep the copies of each slice of a state.
 
     To save memory, `tables` has an entry per group of leaves with the same partition
-    spec and senders, not per slice. Slices and pushes are computed from it on demand.
+    spec and senders, not per slice. Slices and pushes are computed from `tables` on
+    demand.
     """
 
     effective_copies: int
@@ -213,7 +214,7 @@ def _place_alike(
     """Chooses senders and targets of the copies of leaves with the same partition spec.
 
     Args:
-        leaves: positions in `layout.leaves`.
+        leaves: positions of the leaves in the layout.
         spec: partition spec of the leaves.
         partition: how the leaves are cut into parts, and the owners of each part (the
             slots with the part on their devices).
@@ -233,16 +234,16 @@ def _place_alike(
 
 
 def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Chooses a turn for each leaf, so that owners send about equally many bytes.
+    """Chooses each leaf's first sender, so that owners send about equally many bytes.
 
-    The owners of a part of a leaf are the slots with this part on their devices. If a
-    leaf has turn t, the owner at position t among the owners of the first part sends
-    the first part, the owner at t + 1 the next part, and so on, cyclically. Each leaf
-    gets the turn with the fewest bytes so far.
+    The owners of a part of a leaf are the slots with this part on their devices. The
+    turn of a leaf is the position of the sender among the owners of its first part. The
+    owner at the next position sends the next part, and so on, cyclically. Each leaf
+    gets the turn to which the fewest bytes were assigned so far.
 
     Args:
         sizes: bytes of one part of each leaf.
-        loads: bytes of each turn so far; the sizes are added to it.
+        loads: bytes assigned to each turn so far; `sizes` are added in place.
 
     Returns:
         The turn of each leaf.
@@ -261,7 +262,8 @@ def _take_turns(sizes: Sequence[int], loads: list[int]) -> list[int]:
 class _Chooser:
     """Chooses the slots to which a slot sends copies of its slices; caches the choices.
 
-    The copies of a slice should be in `wanted` failure domains.
+    The argument `wanted` is the number of failure domains in which the copies of a
+    slice should be; `domains` has the domain of each slot.
     """
 
     def __init__(self, domains: Sequence[str], wanted: int) -> None:
@@ -270,14 +272,19 @@ class _Chooser:
         self._known: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
 
     def short(self, owners: tuple[int, ...]) -> bool:
-        """Whether the owners of a slice are in fewer than `wanted` failure domains."""
+        """Whether the owners of a slice are in too few failure domains.
+
+        The owners are the slots with the slice on their devices. Too few is fewer than
+        the number `wanted` that the chooser was made with.
+        """
         return len({self._domains[slot] for slot in owners}) < self._wanted
 
     def targets(self, source: int, owners: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the slots to which `source` sends copies of a slice.
 
         `owners` are the slots with the slice on their devices, `source` among them.
-        Owners and returned slots together are in `wanted` failure domains.
+        Owners and returned slots together are in at least as many failure domains as
+        wanted. The result is () if the owners alone are.
         """
         if (source, owners) not in self._known:
             self._known[source, owners] = _choose(
@@ -298,8 +305,8 @@ def _choose(
         candidates: slots, in order of preference.
         owners: the slots with the slice on their devices; each has a copy.
         domains: the failure domain of each slot.
-        wanted: number of domains that owners and returned slots together are in. At
-            most one candidate per domain is taken until this number is reached.
+        wanted: number of domains that owners and returned slots together must reach. At
+            most one candidate per domain is taken; none if the owners reach it.
     """
     used = {domains[slot] for slot in owners}
     chosen: list[int] = []
@@ -314,11 +321,12 @@ def _choose(
 class _Neighbours:
     """For each slot, the order in which slots are tried as targets of its copies.
 
-    Slots, in the order of `interleaved`, form groups of `group_size`. The slots that do
-    not fill a group form a ring with the last whole group. Slots of the same group or
-    ring are tried first, then all slots; in both cases from the slot that follows. With
-    groups, the loss of several hosts is less likely to take all copies of a slice than
-    with one ring of all slots.
+    Slots are ordered so that neighbours are in different domains (`interleaved`). Each
+    `group_size` slots in this order form a group. The slots that do not fill a group
+    form a ring with the last whole group. Slots of the same group or ring are tried
+    first, then all slots; in both cases from the slot that follows. With groups, the
+    loss of several hosts is less likely to take all copies of a slice than with one
+    ring of all slots.
     """
 
     def __init__(self, domains: Sequence[str], group_size: int) -> None:
@@ -443,10 +451,11 @@ def choose_spares(
 ) -> tuple[int | None, ...]:
     """Assigns spares to empty slots so that copies stay in different domains.
 
-    Fills one slot after the other. A spare's count is the number of `groups` with the
-    slot whose hosts are in fewer than `wanted` domains, none of them the spare's. The
-    slot gets the spare with the highest count. Among spares with equal counts it gets
-    the one with the most prefetched bytes of the slot, and among equal ones the first.
+    Fills one slot after the other. The slot gets the spare that adds a domain to the
+    most of the slot's groups. A spare adds a domain to a group if the group's hosts are
+    in fewer than `wanted` domains and none of them is in the spare's domain. Among
+    equal spares, the slot gets the one that already holds the most bytes of the slot's
+    slices; among these, the first.
 
     Args:
         groups: the sets of slots that keep copies of the same slices (`copy_groups`);
@@ -505,10 +514,10 @@ class Shares:
     owners is copied by only `copies` of them at each snapshot, or by more if needed for
     enough failure domains. The copying owners rotate from snapshot to snapshot. So each
     owner copies the slice at about copies/d of the snapshots. If `copies` is 2 or more,
-    the bytes of the owners that copy at the same snapshot are compared with each other.
-    Within ceil(d / copies) snapshots, this compares the bytes of each owner. If all
-    owners together are in too few failure domains, all owners copy the slice, and the
-    slice is also pushed to other slots.
+    the leader compares the digests of the owners that copy at the same snapshot. Every
+    owner is compared within ceil(d / copies) snapshots. If all owners together are in
+    too few failure domains, all owners copy the slice, and the slice is also pushed to
+    other slots.
 
     In the example, each row is a snapshot: two of the three owners copy the slice.
 
@@ -573,15 +582,15 @@ class Shares:
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (lives as long as the host's layout)
     def _turns(self, slot: int) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """Returns, for each slice of a slot, its owners and where their turns begin.
+        """Returns, for each slice of a slot, its owners and which of them copies first.
 
-        Owners are the slots with the slice on their devices, in the order of
-        `interleaved`. At each snapshot some consecutive owners, in this order and
-        cyclically, copy the slice (`_copiers`).
+        The owners of a slice are the slots with the slice on their devices. They are
+        ordered so that neighbours are in different domains (`interleaved`). At each
+        snapshot some consecutive owners, in this order and cyclically, copy the slice.
 
         Returns:
-            Pairs (owners, offset). At snapshot 0 the copying owners begin at position
-            `offset` modulo the number of owners.
+            Pairs (owners, offset). The first of the owners that copy at snapshot 0 is
+            at position `offset` modulo the number of owners.
         """
         found = {}
         for spec, leaves in leaves_by_spec(self.layout).items():
@@ -601,8 +610,9 @@ class Shares:
         """Chooses the slots that copy a slice at one snapshot.
 
         Takes owners (slots with the slice on their devices) in order from position
-        `begin`, cyclically. Stops when at least `_copies` owners in at least `_wanted`
-        failure domains are taken, or all.
+        `begin`, cyclically. Stops when it has taken the requested number of owners and
+        they are in enough failure domains, or when it has taken all. Enough is that
+        number again, but at most the number of domains of all slots.
         """
         chosen: list[int] = []
         domains: set[str] = set()

@@ -174,7 +174,9 @@ def _check(num_hosts: int, copies: int, losses: int) -> None:
 
 
 def _shape(num_hosts: int, copies: int) -> tuple[int, int, int]:
-    """Divides hosts into groups and a ring, as `place_copies` does without `domains`.
+    """Divides hosts into groups and a ring, as `place_copies` does.
+
+    Each host is a failure domain of its own.
 
     Returns:
         The number of groups, without the group that is part of the ring; the number of

@@ -41,7 +41,7 @@ class HeldLeaves:
     """
 
     leaves: tuple[int, ...]
-    """Positions in `layout.leaves`."""
+    """Positions of the leaves in the layout of the commit."""
     spec: Spec
     """Mesh axes that divide each dimension of the leaves."""
     holders: Holders
@@ -129,10 +129,10 @@ MAX_NAMED = 8
 class WantedCells:
     """Cells (overlaps of an old and a new slice) that restoring hosts need.
 
-    The arrays have one row for each pair of a target (restoring host) and a cell that
-    the target needs. A bundle is a group of leaves with the same old and the same new
-    partition (`LeafBundle`). One cell of a bundle stands for the same overlap in each
-    leaf of the bundle.
+    The arrays have one entry (a row here) for each pair of a target, a restoring host,
+    and a cell that the target needs. A bundle is a group of leaves with the same old
+    and the same new partition (`LeafBundle`). One cell of a bundle stands for the same
+    overlap in each leaf of the bundle.
     """
 
     target: np.ndarray
@@ -153,7 +153,7 @@ class Lost:
     """
 
     slices: tuple[Slice, ...]
-    """The first lost slices, at most `MAX_NAMED`."""
+    """The first lost slices, at most 8 (`MAX_NAMED`)."""
     num_slices: int
     nbytes: int
 
@@ -402,8 +402,8 @@ def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndar
         seat: [slots] position of each slot's host; -1 for a slot without a host.
 
     Returns:
-        Two arrays with a row for each host and cell: [rows] position of the host,
-        [rows] position in `bundle.cells`.
+        Two arrays with an entry for each pair of a host and a cell: [pairs] position of
+        the host, [pairs] position in `bundle.cells`.
     """
     part, slot = bundle.new.owned
     part, slot = part[seat[slot] >= 0], slot[seat[slot] >= 0]
@@ -421,8 +421,8 @@ WHOLE_BYTES = 64 << 20
 is cut between senders, each sends whole chunks, 4 MiB by default, so cuts of small
 pieces would cost many extra bytes."""
 GRAINS = 64
-"""Pieces of at most 1 / `GRAINS` of the mean bytes per sender are restored from one
-sender, too, because the loads of senders are nearly even without cutting them."""
+"""Pieces of at most 1/64 (1 / `GRAINS`) of the mean bytes per sender are restored from
+one sender, too, because the loads of senders are nearly even without cutting them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,7 +462,7 @@ class RestorePlan:
     """
 
     def own(self, host: str) -> tuple[Region, ...]:
-        """Returns the needed regions (parts of slices) that are in a host's memory."""
+        """Returns the regions (parts of slices) that a host needs and has in memory."""
         wanted, rows = self.own_cells, self._own_rows(host)
         return _ordered(
             region
@@ -569,8 +569,8 @@ def plan_restore(
     A host uses its own memory first. The bytes that hosts lack are divided over the
     hosts that hold them, as evenly as possible. A large piece of a slice may have
     several senders. Senders in the target's failure domain are preferred as long as no
-    host sends more than `sender_assignment.MAX_UNEVEN` times the most that a host sends
-    without this preference.
+    host sends more than 1.2 times (`sender_assignment.MAX_UNEVEN`) the most that a host
+    sends without this preference.
 
     Args:
         holdings: the hosts with a verified copy of each slice, in the commit's layout.
@@ -679,7 +679,7 @@ def _cuts(
     """Finds the offsets, nearest to starts of routes, at which cells can be cut.
 
     Args:
-        rows: [n] positions in `routes`; only the starts of these routes are used.
+        rows: [n] positions of some routes in `routes`, whose starts are used.
         routes: byte ranges of cells, with a sender each.
         absent: the cells (overlaps of an old and a new slice) of the routes.
         bundles: the groups of leaves to which the cells belong.

@@ -26,9 +26,9 @@ class Demand:
     candidates: np.ndarray
     """[n] int64: distinct senders, at least one."""
     distance: np.ndarray | None = None
-    """[n] float64: the fraction of the failure domain levels at which candidate and
-    target have different domains, from 0 (near) to 1 (far). None if distances do not
-    matter."""
+    """[n] float64: the fraction of the failure domain levels at which a candidate
+    and the host that needs the bytes are in different domains, from 0 (near) to 1
+    (far). None if distances do not matter."""
 
 
 def share_out(
@@ -40,7 +40,8 @@ def share_out(
     minimized, a convex problem whose optimum also has the least maximum load. The
     solver sweeps over the demands. In each sweep it divides one demand after the other
     anew: bytes go to the candidates with the least load, until their loads are equal.
-    It stops when the loads hardly change (`SETTLED`), or after `MAX_SWEEPS` sweeps.
+    It stops when no load changes by more than 0.1 % of the greatest load (`SETTLED`),
+    or after 12 sweeps (`MAX_SWEEPS`).
 
     Args:
         demands: bytes to be sent, each with the hosts that can send them.
@@ -125,7 +126,9 @@ def _fill(base: np.ndarray, amount: int) -> np.ndarray:
 
 
 def _whole_bytes(share: np.ndarray, nbytes: int) -> np.ndarray:
-    """Rounds shares to whole bytes with sum `nbytes`; the largest fractions round up.
+    """Scales parts of a demand to the sum `nbytes`, and rounds them to whole bytes.
+
+    The parts with the largest fractions are rounded up, the others down.
 
     >>> _whole_bytes(np.array([0.5, 2.25, 1.25]), 4).tolist()
     [1, 2, 1]
@@ -156,8 +159,9 @@ connections."""
 class Needs:
     """Byte ranges that hosts lack and must fetch.
 
-    A cell is the overlap of an old and a new slice. There is one row (need) for each
-    pair of a host and a cell that it lacks. Hosts are numbered from 0.
+    A cell is the overlap of an old and a new slice. A need is a pair of a host and a
+    cell that it lacks; the arrays have one entry for each need. Hosts are numbered
+    from 0.
     """
 
     target: np.ndarray
@@ -172,19 +176,19 @@ class Needs:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Routes:
-    """Byte ranges of needs (rows of `Needs`) and the host that sends each range.
+    """Byte ranges of needs (entries of `Needs`) and the host that sends each range.
 
     Each byte of every need is in exactly one range.
     """
 
     need: np.ndarray
-    """[routes] int64: row in `Needs`."""
+    """[routes] int64: position of the need in `Needs`."""
     source: np.ndarray
     """[routes] int64: the host that sends."""
     start: np.ndarray
-    """[routes] int64: first byte inside the need."""
+    """[routes] int64: offset of the first byte inside the need."""
     stop: np.ndarray
-    """[routes] int64: one past the last byte inside the need."""
+    """[routes] int64: one past the offset of the last byte inside the need."""
 
 
 def route(needs: Needs, domains: np.ndarray) -> Routes:
@@ -192,8 +196,9 @@ def route(needs: Needs, domains: np.ndarray) -> Routes:
 
     Needs form a group if they have the same candidates (hosts that can send), at the
     same distances (`Demand.distance`). `share_out` divides each group's bytes over the
-    candidates. The group's needs are laid end to end, and each sender in turn takes the
-    next bytes, as many as `share_out` gave it.
+    candidates; if these are so many that a host would fetch from more than about 16
+    senders, only over the nearest. The group's needs are laid end to end, and each
+    sender in turn takes the next bytes, as many as `share_out` gave it.
 
     Args:
         needs: the byte ranges that hosts lack; at least one.
@@ -270,7 +275,7 @@ def _groups(needs: Needs, domains: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _streams(needs: Needs) -> np.ndarray:
-    """Computes how many hosts may send the bytes of each need (row of `Needs`).
+    """Computes how many hosts may send the bytes of each need in `Needs`.
 
     A host may fetch from `MAX_SOURCES` (16) senders in all. This number is divided over
     the needs of the host, in proportion to their bytes.
@@ -304,9 +309,10 @@ def _shares(demands: Sequence[Demand], num_hosts: int) -> list[np.ndarray]:
     """Divides the demands over senders, with preference for near senders.
 
     Even shares are those of `share_out` without this preference (`slack` 0). Tries each
-    `slack` in `SLACKS`, the strongest preference first. Returns the first shares whose
-    greatest load (bytes of one sender) is at most `MAX_UNEVEN` (1.2) times that of even
-    shares. If there are none, or if no demand has distances, returns even shares.
+    `slack` in `SLACKS` (0.15, then 0.05), the strongest preference first. Returns the
+    first shares whose greatest load (bytes of one sender) is at most `MAX_UNEVEN` (1.2)
+    times that of even shares. If there are none, or if no demand has distances, returns
+    even shares.
 
     Args:
         demands: bytes to be sent, each with the hosts that can send them.

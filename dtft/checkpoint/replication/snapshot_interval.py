@@ -88,9 +88,9 @@ class SnapshotSchedule:
     def changed(self, interval: int, *, after: int) -> "SnapshotSchedule":
         """Returns a schedule that has the given interval after step `after`.
 
-        `after` must be a boundary; the interval is limited to 1 to `period`.
-        Returns this schedule if `interval` is already its newest interval, or if its
-        last change is at or after step `after`.
+        `after` must be a boundary; the interval is limited to 1 to the `period` of the
+        cadence in force. Returns this schedule if `interval` is already its newest
+        interval, or if its last change is at or after step `after`.
         """
         last, cadence = self.changes[-1]
         if after <= last or interval == cadence.interval:
@@ -194,7 +194,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Estimated costs of steps and snapshots, in seconds."""
+    """Estimated seconds of a step, and seconds that one snapshot adds to the run."""
 
     step_s: float
     """Wall time of a step without snapshot or replication."""
@@ -219,8 +219,9 @@ class Experience:
     def and_window(self, window: Window) -> "Experience":
         """Returns the measurements with one more window.
 
-        A window is the steps between two snapshots. Keeps the newest `KEPT_WINDOWS`
-        windows, and as many mean times of quiet steps (`quiet_step_s`).
+        A window is the steps between two snapshots. Keeps the newest 32 windows
+        (`KEPT_WINDOWS`), and as many mean times of the quiet steps (those without
+        replication in the background) at the end of a window.
         """
         windows = (*self.windows, window)[-KEPT_WINDOWS:]
         if not window.quiet_steps:

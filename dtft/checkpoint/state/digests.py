@@ -185,7 +185,7 @@ class Chunks:
             memory: buffer 0 of every chunk, then buffer 1 of every chunk, and so on.
             buffers: [chunks] uint8, the number of each chunk's buffer at this step.
             index: index of the slice; all its chunks must be in memory, so none may
-                have `ABSENT` for its buffer.
+                have 255 (`ABSENT`) for its buffer.
         """
         numbers = self.numbers(index)
         mine = buffers[numbers]
@@ -331,12 +331,12 @@ THREAD_BYTES = 16 << 20
 
 
 def copying_threads(nbytes: int) -> int:
-    """Returns the number of threads for copying `nbytes` bytes: one per `THREAD_BYTES`.
+    """Returns the number of threads for copying `nbytes` bytes: one per 16 MiB.
 
-    The result is at least 1, and at most `THREADS` and the number of cores that this
-    process may use. Several threads pay because one core cannot use the whole bandwidth
-    of the memory. The number of slices has no effect: copies of small slices hold the
-    interpreter lock, so they do not run in parallel.
+    The result is at least 1, and at most 4 (`THREADS`) and the number of cores that
+    this process may use. Several threads pay because one core cannot use the whole
+    bandwidth of the memory. The number of slices has no effect: copies of small slices
+    hold the interpreter lock, so they do not run in parallel.
 
     >>> copying_threads(1000)
     1

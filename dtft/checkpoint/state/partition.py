@@ -4,7 +4,8 @@ A slot is a numbered position in the job that one host fills; it owns the slices
 host's devices. An old and a new partition differ if a job continues on another mesh.
 
 A partition is computed once per partition spec, and overlaps once per pair of specs,
-with vectorised operations. `LeafBundle` finds where an overlap can be cut into regions.
+with vectorised operations. `LeafBundle` finds where an overlap can be cut into regions;
+each region is a piece of an old slice that becomes a piece of a new slice.
 `move_regions` copies the bytes of a region from an old slice to a new slice.
 """
 
@@ -81,7 +82,7 @@ class Partition:
     def index(self, part: int) -> tuple[int, ...]:
         """Returns the index of a part along each dim, counted in parts.
 
-        Trailing undivided dims that `counts` lacks are left out.
+        Trailing dims that are not divided, and have no entry in `counts`, are left out.
         """
         index = []
         for count in reversed(self.counts):
@@ -331,8 +332,8 @@ class LeafBundle:
         cell is its elements at one index of this dim.
 
         Args:
-            leaf: [n] position in `leaves`.
-            cell: [n] position in `cells`.
+            leaf: [n] position in the field `leaves`.
+            cell: [n] position in the field `cells`.
 
         Returns:
             [n] the dim, [n] the number of rows of the cell.
@@ -357,7 +358,7 @@ class LeafBundle:
         the cell.
 
         Args:
-            cell: [n] position in `cells`.
+            cell: [n] position in the field `cells`.
             offset: [n] offset in the cell in bytes, below the cell's size.
             grain: bytes up to which one leaf's part of a cell is not cut.
 
@@ -379,7 +380,7 @@ class LeafBundle:
         A cell is the overlap of an old and a new part of every leaf of the bundle.
 
         Args:
-            cell: position in `cells`.
+            cell: position in the field `cells`.
             start: offset in the cell in bytes, a result of `cuts`.
             stop: offset in the cell in bytes, a result of `cuts`.
         """

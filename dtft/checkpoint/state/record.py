@@ -289,7 +289,7 @@ def experiment_record(
 def is_experiment(record: Record) -> bool:
     """Whether a record has exactly the items that dtft's own trainer saves.
 
-    These are `STATE` (the arrays) and `ITEMS` (the JSON values).
+    These are "state" (the arrays) and "items" (the JSON values).
     """
     items = set(record.structures), set(record.json_items)
     return not record.default and items == ({STATE}, {ITEMS})

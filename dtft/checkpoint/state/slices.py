@@ -167,7 +167,7 @@ class Layout:
         """Returns the keys (`Slice.key`) of the slices that a slot owns.
 
         They are in the order of `slices(slot)`. Slots with equal slices get the same
-        tuple object, which saves memory. Raises the errors of `slices`.
+        tuple object, which saves memory. For the errors, see `slices`.
         """
         if slot not in self._keys_by_slot:
             keys = tuple(piece.key for piece in self.slices(slot))

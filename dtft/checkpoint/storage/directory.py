@@ -219,7 +219,10 @@ class StorageTier:
         return self._experiment(step)[0].json_items[ITEMS]
 
     def all_steps(self) -> tuple[int, ...]:
-        """Lists the complete steps in the directory, ascending."""
+        """Lists the complete steps, ascending; none if the directory does not exist.
+
+        Raises an OSError if the directory exists but cannot be listed.
+        """
         return self._stored.steps()
 
     def latest_step(self) -> int | None:

@@ -262,8 +262,9 @@ class Exporter:
         """Checks the arguments and connects to the other exporters' JAX processes.
 
         Raises:
-            ValueError: `opening` does not fit the layout: its `world`, `rank` and
-                `slot` are not those of `export_world`, or `devices` is too small.
+            ValueError: the `world`, `rank` and `slot` of `opening` are not those that
+                the layout gives (`export_world`); or its `devices` are fewer than the
+                positions of the slot in the mesh of the export.
         """
         self._opening, self._layout = opening, Layout.from_json(opening.layout)
         self._world = export_world(self._layout)
@@ -297,9 +298,10 @@ class Exporter:
             step: number of the step.
             memory: one path, of the file that has all slices of this slot; or one path
                 per slice, of the file that has the slice.
-            buffers: one byte per chunk (the bytes of one digest), as hex. A file is
-                divided into areas of equal size, each with room for every chunk. The
-                byte is the number, from 0, of the area that has the chunk.
+            buffers: where each chunk (the bytes of one digest) is in its file. A file
+                consists of buffers of equal size, each with room for all chunks of the
+                slot. For each chunk there is one byte, as hex: the number, from 0, of
+                the buffer that has the chunk.
             digests: for each of the slot's slices in the layout's order, the digests of
                 its chunks, as hex.
             items: JSON values of the parts of the state that are not arrays; for a

@@ -86,8 +86,8 @@ class ExporterProcess:
     def save(self, fields: Callable[[], dict[str, Any]], limit_s: float) -> None:
         """Begins to write one step, with a limit of `limit_s` seconds.
 
-        The process ends itself at the limit. A process that hangs is killed
-        `EXPORTER_START_S` later.
+        The process ends itself at the limit. A process that hangs is killed 60 s
+        (`EXPORTER_START_S`) later.
 
         Args:
             fields: returns the arguments of `exporter.Exporter.save`. Called on a
@@ -160,13 +160,16 @@ class ExporterProcess:
                 pipe.flush()
 
     def _expect(self, limit_s: float) -> None:
-        """Makes `_guard` kill the process in `limit_s` seconds; 0: no time limit."""
+        """Sets the seconds in which the process must answer a save, or be killed.
+
+        `limit_s` of 0: there is no limit.
+        """
         with self._condition:
             self._deadline_s = time.monotonic() + limit_s if limit_s else None
             self._condition.notify_all()
 
     def _guard(self) -> None:
-        """Kills the process if the answer to a save is overdue (at `_deadline_s`).
+        """Kills the process if it has not answered a save by the deadline of the save.
 
         Runs on a thread of its own, and returns when the process has ended.
         """
@@ -236,7 +239,7 @@ class ExporterProcess:
 def _how_it_ended(process: "subprocess.Popen[str]") -> str:
     """Waits for the end of a process that has closed its stdout; describes the end.
 
-    Kills the process if it has not ended within `END_S`.
+    Kills the process if it has not ended within 5 s (`END_S`).
     """
     try:
         return f"exporter ended with code {process.wait(END_S)}"

@@ -25,7 +25,8 @@ from dtft.checkpoint.state import (
 )
 
 MARK = "dtft_tree"
-"""Key in a layout's config that marks the state as a user's tree, not an experiment."""
+"""Key in a layout's config that marks the state as a user's tree, and not as that of
+dtft's own training loop."""
 
 
 def layout_of(

@@ -205,10 +205,10 @@ def renames_deleted(
 ) -> ocp.CheckpointManagerOptions:
     """Returns options with which Orbax moves a deleted step out of the list of steps.
 
-    Orbax renames the step's directory into the subdirectory `DELETED`, so no step is
-    listed whose files are removed in part. `remove_deleted` then removes the files. For
-    object stores, which cannot rename, `options` are returned unchanged, and Orbax
-    removes the files itself.
+    Orbax moves the step's directory into a subdirectory for deleted steps (`DELETED`),
+    so no step is listed whose files are removed in part. `remove_deleted` then removes
+    the files. For object stores, which cannot rename, `options` are returned unchanged,
+    and Orbax removes the files itself.
     """
     if "://" in str(directory):
         return options
@@ -216,10 +216,10 @@ def renames_deleted(
 
 
 def remove_deleted(directory: epath.Path) -> None:
-    """Removes the files of deleted steps, which Orbax has moved to `DELETED`.
+    """Removes the files of deleted steps, which Orbax has moved to a subdirectory.
 
-    Does nothing in object stores, and in processes other than process 0, in which Orbax
-    deletes steps.
+    The subdirectory is `DELETED`. Only process 0 removes files, because Orbax deletes
+    steps only in process 0. Does nothing in object stores.
     """
     if "://" not in str(directory) and jax.process_index() == 0:
         _remove(directory / DELETED)

@@ -193,8 +193,8 @@ class _Work:
     def arrived(self, range_: Range) -> None:
         """Verifies the bytes of a range that a peer has sent.
 
-        Chunks that do not match their digests are requested again. After `TRIES` wrong
-        copies of a chunk, its slice is recorded as corrupt instead.
+        Chunks that do not match their digests are requested again. After 4 wrong copies
+        of a chunk (`TRIES`), its slice is recorded as corrupt instead.
         """
         bad = not_right(range_, self.wanted, self.chunk_bytes)
         with self._lock:
@@ -266,7 +266,7 @@ def _stream(
     * The peer refuses connections, lacks a slice, or has a slice of another size.
     * A read through NIXL was not released, so it may still write to its targets.
     * The deadline has passed, or the fetch is given up.
-    * `TRIES` connections in a row made no progress.
+    * 4 connections in a row (`TRIES`) made no progress.
 
     Args:
         work: the ranges to fetch; failures are recorded here.
@@ -347,7 +347,7 @@ def _opened(
 
 
 def _ask(work: _Work, flying: deque[Range]) -> Iterator[dict[str, Any]]:
-    """Yields requests until `DEPTH` of them have no answer yet, or `work` has no more.
+    """Yields requests until two have no answer yet (`DEPTH`), or no range is left.
 
     Each request is for one range, which is appended to `flying`: the requested ranges
     that have no answer yet.

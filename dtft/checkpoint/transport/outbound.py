@@ -228,7 +228,7 @@ class Outbound:
 
 @dataclass(frozen=True, eq=False)
 class _Backlog:
-    """An `Outbound` whose queued messages the thread of `_Writer` sends."""
+    """A queue whose messages the sending thread of this process (`_Writer`) sends."""
 
     outbound: Outbound
     descriptor: int

@@ -387,8 +387,8 @@ def check_proof(received: bytes | bytearray, expected: bytes, peer: str) -> None
     `peer` is the peer's address, for the error's text.
 
     Raises:
-        AuthenticationError: the proofs differ, or the peer sent `REFUSAL` in place of a
-            proof, because it has found this host's proof wrong.
+        AuthenticationError: the proofs differ, or the peer sent zero bytes (`REFUSAL`)
+            in place of a proof, because it has found this host's proof wrong.
     """
     if hmac.compare_digest(bytes(received), expected):
         return
@@ -430,7 +430,7 @@ class Sealer:
     """
 
     def __init__(self, key: bytes) -> None:
-        """Takes one of the keys of `session_keys`."""
+        """Takes the key of this direction, one of the two from `session_keys`."""
         self._key, self._count = key, 0
 
     def frame(self, header: dict[str, Any], payload_bytes: int) -> bytes:
@@ -471,7 +471,7 @@ class Opener:
     """
 
     def __init__(self, key: bytes) -> None:
-        """Takes one of the keys of `session_keys`."""
+        """Takes the key with which the peer seals its frames (`session_keys`)."""
         self._key, self._count = key, 0
         self._prefix = b""
 

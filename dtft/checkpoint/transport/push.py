@@ -122,9 +122,9 @@ class Trial:
 def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> float:
     """Computes the rate, in bytes per second, of a push that is spread over time.
 
-    The push then takes the fraction `SPREAD` of the time until the next snapshot (of
-    `MOST_STEPS` steps if the snapshot comes later), but at most the fraction
-    `LIMIT_PART` (0.25) of `limit_s`.
+    The push then takes half (`SPREAD`) of the time until the next snapshot, of which at
+    most two steps count (`MOST_STEPS`). It takes at most a quarter (`LIMIT_PART`) of
+    `limit_s`.
 
     Args:
         nbytes: size of the push in bytes.
@@ -132,8 +132,8 @@ def spread_rate(nbytes: int, step_s: float, interval: int, limit_s: float) -> fl
         interval: steps until the next snapshot.
         limit_s: deadline of a push, in seconds.
 
-    With `SPREAD` 0.5 and `MOST_STEPS` 2, the 100 bytes take half of one step of 2 s in
-    the first example, and half of two steps in the second example.
+    The 100 bytes take half of one step of 2 s in the first example, and half of two
+    steps in the second example.
 
     >>> spread_rate(100, step_s=2.0, interval=1, limit_s=30.0)
     100.0
@@ -374,10 +374,11 @@ def _help(
 
 
 def frames_of(numbers: np.ndarray, sizes: np.ndarray) -> list[list[int]]:
-    """Groups chunks into frames of up to `FRAME_BYTES` bytes and `MAX_NUMBERS` chunks.
+    """Groups chunks into frames of up to 8 MiB and 1024 chunks.
 
-    A chunk of more than `FRAME_BYTES` (8 MiB) is alone in its frame. In the example,
-    chunks 2 and 3 have 6 MiB each, too many for one frame; chunk 1 is not sent.
+    The limits are `FRAME_BYTES` and `MAX_NUMBERS`. A chunk of more than 8 MiB is alone
+    in its frame. In the example, chunks 2 and 3 have 6 MiB each, too many for one
+    frame; chunk 1 is not sent.
 
     Args:
         numbers: [n] numbers of the chunks to send.

@@ -105,7 +105,10 @@ class Nixl:
 
     @contextmanager
     def borrow(self, offer: Mapping[str, Any]) -> Iterator[None]:
-        """Makes a peer's lent memory readable while the context lasts.
+        """Lets `read` read the memory that a peer lends, while the context lasts.
+
+        Adds the peer to this process's NIXL agent, by the metadata in the peer's offer,
+        and removes the peer from the agent when the context ends.
 
         Args:
             offer: the offer that the peer's `lend` yielded.

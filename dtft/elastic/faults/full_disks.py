@@ -67,11 +67,12 @@ def storage_read_only(directory: Path) -> Callable[[], None]:
 def memory_full(directory: Path) -> Callable[[], None]:
     """Fills the file system of a directory, so that writes to it fail with ENOSPC.
 
-    Writes one file, `ballast` in `directory`. Returns the function that ends the fault.
+    Writes one file with the name "ballast", which takes all free space. Returns the
+    function that ends the fault.
 
     Raises:
-        ValueError: the file system is larger than `LARGEST_MEMORY` (1 GiB), so other
-            programs may need its free space.
+        ValueError: the file system is larger than 1 GiB, so other programs may need its
+            free space.
     """
     found = os.statvfs(directory)
     if found.f_blocks * found.f_frsize > LARGEST_MEMORY:
@@ -88,10 +89,10 @@ def memory_full(directory: Path) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def small_memory(directory: Path, mib: int) -> Iterator[Path]:
-    """Mounts a tmpfs of `mib` MiB on a directory for the time of a `with` block.
+    """Mounts a tmpfs of `mib` MiB on a directory while the context is open.
 
     First unmounts all file systems on the directory or below it, and makes the
-    directory if it does not exist. Yields the directory.
+    directory if it does not exist. Yields the directory; unmounts the tmpfs at the end.
     """
     unmount_below(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,12 +1,17 @@
-"""Carries out a drill's faults on a local cluster, each at its moment.
+"""Carries out the faults of a drill (a run with planned faults), each at its moment.
 
-The injector finds a fault's moment in the hosts' progress boards (shared memory with
-the current steps of each host). Before a kill of hosts or trainers, the injector stops
-the victims' processes and reads the boards again. If the boards show that the phase of
-the kill (the activity during which it is to happen) has ended, the victims continue,
-and the injector waits for the phase again. The injector undoes a stop, cut or pause
-when its duration is over, also while later faults are pending. The injector knows
-nothing of models and takes no part in the recovery.
+The moment of a fault is a training step and, if the fault has a phase, an activity of
+the job such as a commit. The injector finds most moments in the hosts' progress boards
+(shared memory with the current steps of each host). Whether an export has completed
+(phase `stored`) is in the event log. The exception of a fault `fail` is found in a
+marker file or in the trainer's log.
+
+Before a kill of hosts or trainers, the injector suspends (SIGSTOP) the victims. If the
+phase is replicate, commit, export or recovery, it then reads the boards again. If they
+show that the activity has ended, the victims continue, and the injector waits for the
+activity again. Stops, cuts, pauses, and full and read-only directories are undone when
+their duration is over, also while later faults are pending. The injector takes no part
+in the recovery.
 """
 
 import contextlib
@@ -116,7 +121,7 @@ class FaultInjector(threading.Thread):
         fail_marker: Path | None = None,
         last_step: int = 0,
     ) -> None:
-        """Makes the thread; `start` starts it.
+        """Makes the thread, which is not started yet.
 
         Args:
             cluster: the local cluster that the faults hit.
@@ -156,8 +161,8 @@ class FaultInjector(threading.Thread):
     def run(self) -> None:
         """Carries out every fault in order; undoes a fault when its duration is over.
 
-        After an exception, stores its text in `error` and undoes the faults in force,
-        such as stopped processes, cuts, pauses and full directories.
+        After an exception, stores its text in the attribute `error` and undoes the
+        faults in force, such as suspended processes, cuts and full directories.
         """
         pending = list(self._faults)
         corrupting: list[Fault] = []
@@ -187,9 +192,9 @@ class FaultInjector(threading.Thread):
     def undo_mounts(self) -> None:
         """Undoes the faults in force that make directories full or read-only.
 
-        Call it after `stop`. First waits up to `JOIN_S` seconds for the thread to end,
-        if it was started. If undoing one fault fails, the other faults are undone
-        before the error is raised.
+        Call it after `stop`. If the thread was started, first waits up to 10 s for its
+        end. If undoing one fault fails, the other faults are undone before the error is
+        raised.
         """
         with contextlib.ExitStack() as undone:
             undone.callback(self._undo_mounts)
@@ -220,8 +225,9 @@ class FaultInjector(threading.Thread):
     def not_over(self) -> list[str]:
         """Faults that have not happened or are not undone yet.
 
-        Each is in the notation of `dtft drill`, such as "kill-host:1@150". A `corrupt`
-        is left out: it happens with the fault after it.
+        Each is in the notation of `dtft drill`, such as "kill-host:1@150". A fault of
+        kind `corrupt` is left out: it takes effect with the fault after it. A fault
+        without a duration is never undone, so it is not listed once it has happened.
         """
         pending = list(self._faults)
         for strike in self.injected:  # a fault may be planned several times
@@ -250,7 +256,8 @@ class FaultInjector(threading.Thread):
     def restarts_due(self) -> int:
         """Number of hosts that are to be started after faults and were not started yet.
 
-        A host is started `rejoin_s` seconds after the fault that took one away.
+        A host is started some seconds (`rejoin_s` of the constructor) after the fault
+        that took one away, or after the reply to the request that drained one.
         """
         return self._restarts_due
 
@@ -259,8 +266,9 @@ class FaultInjector(threading.Thread):
     def _watch(self) -> None:
         """Undoes faults whose duration is over, and samples the progress of the run.
 
-        A sample is the time and the last finished step; `rate` computes speeds from
-        samples. Also records when all processes that a fault stopped have died.
+        A sample is the wall-clock time and the newest step that any host has finished;
+        speeds are computed from samples. Also records when all processes that a fault
+        suspended have died.
         """
         now = time.time()
         for strike, interruption in list(self._open):
@@ -370,11 +378,17 @@ class FaultInjector(threading.Thread):
     def _reached(self, fault: Fault, corrupting: Sequence[Fault] = ()) -> bool:
         """Whether a fault may be carried out now: its step and its phase have come.
 
-        The phase is the job's activity during which the fault is to happen. A fault of
-        phase `recovery` waits for a recovery, and not for its step. A `fail` waits for
-        the exception that it causes in a trainer. False while the job has too few slots
-        for the slots that the faults name; a `scale` may add slots later. `corrupting`
-        are the `corrupt` faults that take effect together with `fault`.
+        The phase is the job's activity during which the fault is to happen. Of the
+        phases, `recovery`, `replicate`, `commit`, `export` and `healed` are waited for
+        here. A fault of phase `recovery` waits for a recovery, and not for its step. A
+        fault `fail` has come once a trainer has raised its exception. False while the
+        job has too few slots for the slots that the faults name; a fault `scale` may
+        add slots later.
+
+        Args:
+            fault: the fault.
+            corrupting: faults of kind `corrupt`, which corrupt a host's copies, that
+                take effect together with this fault.
         """
         slots = [slot for it in (fault, *corrupting) for slot in it.slots]
         if max(slots, default=-1) >= len(self._slots):
@@ -394,10 +408,10 @@ class FaultInjector(threading.Thread):
         return True
 
     def _is_near(self, fault: Fault) -> bool:
-        """Whether the run is at most `NEAR_STEPS` steps before the step of a fault.
+        """Whether the run is at most 20 steps before the step of a fault, or after it.
 
-        The progress boards are then read more often. Always True for a fault of phase
-        `recovery`, which can happen at any step.
+        The progress boards are then read more often. Always True for a fault that waits
+        for a recovery, because it can happen at any step.
         """
         return fault.phase == "recovery" or (
             self._most("computing") >= fault.step - NEAR_STEPS
@@ -422,7 +436,8 @@ class FaultInjector(threading.Thread):
 
         Args:
             fault: the fault.
-            corrupting: the `corrupt` faults that take effect together with `fault`.
+            corrupting: faults of kind `corrupt`, which corrupt a host's copies, that
+                take effect together with this fault.
 
         Returns:
             Whether the fault was carried out. False in these cases:
@@ -482,12 +497,12 @@ class FaultInjector(threading.Thread):
                 self._cluster.signal_host(host, signal.SIGCONT)
 
     def _interrupt(self, fault: Fault, victims: tuple[str, ...]) -> bool:
-        """Begins a fault that can be undone, such as a stop or a cut (`INTERRUPTIONS`).
+        """Begins a fault that can be undone, such as a stop or a cut.
 
         Returns:
-            Whether the fault is in force. False if the activity during which the fault
-            was to happen (its phase) ended before the fault began; the fault is then
-            undone at once.
+            Whether the fault is in force. False if the fault was to happen during a
+            replication, commit, export or recovery that has ended meanwhile; the fault
+            is then undone at once.
         """
         if fault.phase is None:
             time.sleep(self._random.uniform(0.0, 0.05))
@@ -510,23 +525,25 @@ class FaultInjector(threading.Thread):
         return True
 
     def _resume_held(self, fault: Fault, victims: tuple[str, ...]) -> None:
-        """Resumes the victims' trainers after a stop-agent or cut of phase `stored`.
+        """Resumes trainers that were suspended only to wait for the first export.
 
-        `_hold_until_stored` suspended these trainers until an export had completed.
-        Does nothing for other faults: `stop-host` and `stop-trainer` suspend the
-        trainers themselves, and no other kind that can be undone hits hosts.
+        A fault of phase `stored` first suspends the victims' trainers until an export
+        has completed. After a stop of an agent, or a cut, the trainers run on. Does
+        nothing for other faults: `stop-host` and `stop-trainer` suspend the trainers
+        themselves, and no other kind that can be undone hits hosts.
         """
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
             for pid in self._trainer_pids(victims):
                 os.kill(pid, signal.SIGCONT)
 
     def _failed_at(self, fault: Fault) -> float:
-        """Returns the wall-clock time at which a `fail` happened; 0.0 before that.
+        """Returns the wall-clock time at which a fault `fail` happened; 0.0 before it.
 
-        A `fail` raises an exception in a trainer, which may make a file (`fail_marker`)
-        just before. If this file exists, the result is its modification time. Otherwise
-        the result is the time at which this method first found the exception in the
-        trainer's log. Reads file and log at most every 0.1 s.
+        The fault is an exception inside a step. A trainer that is to fail only once
+        makes a marker file just before. If this file exists, the result is its
+        modification time. Otherwise the result is the time at which this method first
+        found the exception in the trainer's log. Looks at file and log at most every
+        0.1 s.
         """
         if self._raised_at or time.monotonic() < self._log_read_at + 0.1:
             return self._raised_at
@@ -541,7 +558,11 @@ class FaultInjector(threading.Thread):
         return self._raised_at
 
     def _noted(self, fault: Fault, victims: tuple[str, ...]) -> InjectedFault:
-        """Makes the record of a fault with the current time and steps."""
+        """Makes the record of a fault, with the wall-clock time and the job's progress.
+
+        The progress is the newest step that any host computes, the newest that any host
+        has finished, and the newest that any host knows to be committed.
+        """
         return InjectedFault(
             fault=fault,
             hosts=victims,
@@ -562,8 +583,7 @@ class FaultInjector(threading.Thread):
             faults were cancelled before; the trainers continue.
 
         Raises:
-            TimeoutError: no export completed within `FIRST_EXPORT_S` seconds. The
-                trainers continue.
+            TimeoutError: no export completed within 50 s. The trainers continue.
         """
         with contextlib.ExitStack() as resumed:
             resumed.callback(stopped(self._trainer_pids(victims)).end)
@@ -614,7 +634,7 @@ class FaultInjector(threading.Thread):
             self._cluster.signal_host(host, signal.SIGCONT)
 
     def _expect_restarts(self, count: int) -> None:
-        """Adds `count` to `restarts_due`; does nothing if `rejoin_s` is None.
+        """Counts hosts that are to be started later; does nothing if none ever is.
 
         Call it before `count` hosts are lost. Otherwise the drill could end because no
         host runs and none is to be started.
@@ -624,10 +644,11 @@ class FaultInjector(threading.Thread):
                 self._restarts_due += count
 
     def _start_later(self, host: str | None = None) -> None:
-        """Starts a host after `rejoin_s` seconds; does nothing if `rejoin_s` is None.
+        """Starts a host after the delay `rejoin_s` of the constructor.
 
-        `host` is the name of a host that was killed; None: a new host is started. The
-        caller has added the host to `restarts_due` with `_expect_restarts`.
+        Does nothing if this delay is None. `host` is the name of a host that was
+        killed; None: a new host is started. The caller has counted the host as one that
+        is to be started (`_expect_restarts`).
         """
         if self._rejoin_s is not None:
             start = functools.partial(self._start_host, host)
@@ -665,16 +686,17 @@ class FaultInjector(threading.Thread):
     def _request(
         self, fault: Fault, change: Callable[[Observer], dict[str, Any]], *hosts: str
     ) -> None:
-        """Records a `scale` or a `drain`, and starts a thread that requests it.
+        """Records a change of the job, and starts a thread that requests it.
 
-        Does not wait for the reply, so further faults may happen before it. If the
-        injector was made with a `rejoin_s`, a new host is started for each drained
-        host, `rejoin_s` seconds after the reply.
+        The change is another number of replicas (`scale`), or hosts that leave
+        (`drain`). Does not wait for the reply, so further faults may happen before it.
+        A new host is started for each drained host, `rejoin_s` seconds (of the
+        constructor) after the reply; none if this delay is None.
 
         Args:
             fault: the fault.
             change: sends the request to the job; returns the reply.
-            hosts: the hosts to drain; none for `scale`.
+            hosts: the hosts to drain; none for another number of replicas.
         """
         strike = InjectedFault(fault=fault, hosts=hosts, at=time.time())
         strike.finished, strike.committed = (
@@ -707,11 +729,11 @@ class FaultInjector(threading.Thread):
             store.close()
 
     def _strike_store(self, fault: Fault) -> None:
-        """Kills the store.
+        """Kills the store (etcd) and lets it be restarted.
 
-        After `kill-store` the store is restarted `STORE_AWAY_S` seconds later, after
-        `empty-store` at once and without its data. After `crash-store` the store's
-        supervisor restarts it.
+        A fault `kill-store` restarts it after 5 s, with its data, and `empty-store` at
+        once, without its data. After `crash-store` the store's supervisor, which
+        otherwise does not act, restarts it.
         """
         strike = self._noted(fault, ())
         etcd = self._cluster.etcd
@@ -746,8 +768,8 @@ def rate(
 ) -> float | None:
     """Computes the steps per second in an interval; None with fewer than two samples.
 
-    The interval ends early at the run's last step. Samples of the first `WARM_STEPS`
-    steps are left out. In the examples a step takes 0.1 s. In the second example the
+    Samples of the first 10 steps, and samples after the first one at the run's last
+    step, are left out. In the examples a step takes 0.1 s. In the second example the
     run ends at 99 s, at step 990, so the two later samples are left out.
 
     Args:

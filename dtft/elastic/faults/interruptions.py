@@ -1,9 +1,10 @@
 """Reversible faults of a drill: suspended processes, cut networks, full directories.
 
-A paused store and read-only storage are reversible faults, too. `begin` begins a fault
-and returns an `Interruption`, whose `end` undoes the fault. A fault consists of
-signals, changes of the hosts' network namespaces, mounts, or a file that fills a file
-system. The module `injector` decides the victims and the moment.
+A drill is a run with planned faults. A paused store and read-only storage are
+reversible faults, too. `begin` begins a fault and returns an `Interruption`, which can
+undo the fault. A fault consists of signals, changes of the hosts' network namespaces,
+mounts, or a file that fills a file system. The module `injector` decides the victims
+and the moment.
 """
 
 import contextlib
@@ -60,7 +61,7 @@ def begin(
     """Begins a fault at once; returns the `Interruption` that can undo it.
 
     Args:
-        fault: a fault that can be undone: its kind is in `INTERRUPTIONS`.
+        fault: a stop, a cut, a pause of the store, or a full or read-only directory.
         hosts: names of the hosts that the fault hits; for a cut between two hosts
             (reach "pair"), these two. Ignored by faults of the store and of
             directories.
@@ -69,9 +70,9 @@ def begin(
         trainer_pids: process ids of the hosts' trainers; used for stop-trainer only.
 
     Raises:
-        ValueError: the fault's kind is not in `INTERRUPTIONS`; full-memory would have
-            to fill a file system of more than 1 GiB; or the command `ip` failed in a
-            cut.
+        ValueError: the fault is of a kind that cannot be undone; full-memory would have
+            to fill a file system of more than 1 GiB; or a command `ip`, which makes a
+            cut, failed.
         RuntimeError: a mount of full-storage or readonly-storage failed.
     """
     match fault.kind:
@@ -107,7 +108,7 @@ def begin(
 def stopped(pids: Sequence[int]) -> Interruption:
     """Suspends processes (SIGSTOP); ignores process id 0 and processes that have ended.
 
-    `end` of the returned interruption resumes the processes (SIGCONT), the last first.
+    Ending the returned interruption resumes the processes (SIGCONT), the last first.
     """
     found = tuple(pid for pid in pids if pid)
     for pid in found:

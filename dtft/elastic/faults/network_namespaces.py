@@ -66,8 +66,8 @@ class HostNamespaces:
         """Makes a network namespace for each host.
 
         Raises:
-            NoNamespacesError: not root, `ip` is missing, a command of `ip` fails, no
-                networks are free, or there are no hosts or more than `MOST_HOSTS`.
+            NoNamespacesError: this process is not root, the command `ip` is missing or
+                fails, no networks are free, or there are no hosts or more than 100.
         """
         check_namespaces()
         remove_leftovers()
@@ -114,18 +114,19 @@ class HostNamespaces:
         return ("ip", "netns", "exec", self._hosts[host].name)
 
     def cut(self, host: str, reach: Reach) -> NetworkCut:
-        """Drops a host's packets silently until `heal` undoes the cut.
+        """Drops a host's packets silently, until the cut is undone (`heal`).
 
         Args:
             host: the host.
             reach: "all": all packets; "store": packets to and from the store; "out":
                 packets that the host sends; "in": packets that the host receives;
-                "pair": no packets (`part` cuts two hosts off from each other).
+                "pair": no packets (use `part`, which cuts two hosts off from each
+                other).
         """
         return self._begin(NetworkCut(hosts=(host,), reach=reach))
 
     def part(self, one: str, other: str) -> NetworkCut:
-        """Drops the packets between two hosts silently until `heal` undoes the cut."""
+        """Drops the packets between two hosts silently, until the cut is undone."""
         return self._begin(NetworkCut(hosts=(one, other), reach="pair"))
 
     def heal(self, cut: NetworkCut) -> None:
@@ -147,8 +148,8 @@ class HostNamespaces:
     def _apply(self, cut: NetworkCut) -> None:
         """Updates the interfaces or ARP entries of the hosts of a cut.
 
-        Sets them as all cuts in force require. Called after `cut` was added to these
-        cuts, and after it was removed from them.
+        Sets them as all cuts in force together require. Called after `cut` has come
+        into force, and after it has been undone.
         """
         for name in cut.hosts:
             host = self._hosts[name]
@@ -289,7 +290,7 @@ def check_namespaces() -> None:
     """Checks that this machine can cut hosts off.
 
     Raises:
-        NoNamespacesError: not root, or `ip` is missing.
+        NoNamespacesError: this process is not root, or the command `ip` is missing.
     """
     if shutil.which("ip") is None:
         raise NoNamespacesError(

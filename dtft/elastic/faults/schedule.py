@@ -10,9 +10,10 @@ the training step at which the fault is due.
 
 An option is a phase (the job's activity during which the fault happens), a number of
 seconds (the fault is undone after them), the reach of a cut (which packets are
-dropped), or ``always`` (a ``fail`` happens at every attempt). `RULES` has the options
-that each kind allows. Without seconds a stop or a cut lasts for ever. This module only
-parses; `injector` carries the faults out.
+dropped), or ``always`` (a ``fail``, an exception in a trainer, is raised at every start
+of the trainers). `RULES` has the options that each kind allows. Without seconds a stop
+(SIGSTOP) or a cut lasts for ever. This module only parses; the module `injector`
+carries the faults out.
 """
 
 import re
@@ -79,7 +80,8 @@ _SECONDS = re.compile(r"\d+(\.\d+)?")
 class Rule:
     """The victims (WHOM) and options that the notation of one kind of fault allows.
 
-    `phase`, `reach` and `always` are True if the option of this name is allowed.
+    `phase`, `reach` and `always` are True if an option of this sort is allowed: an
+    activity of the job, the packets that a cut drops, and the word "always".
     """
 
     whom: Literal["none", "slots", "slots or role", "replicas"] = "none"
@@ -133,10 +135,9 @@ later; `dtft.train.drill_failure` if it acts in the trainer), and a line in the 
 class Fault:
     """One fault: kind, victims, step and duration.
 
-    A `corrupt` takes effect just before the next fault of another kind, if that fault
-    kills hosts or trainers; before any other fault it has no effect. The effect is that
-    one byte in every 4 KiB is inverted in the memory in which the hosts of `slots` keep
-    copies.
+    A fault of kind `corrupt` inverts one byte in every 4 KiB of the memory in which the
+    hosts of its slots keep copies. It does so just before the next fault of another
+    kind, if that fault kills hosts or trainers; otherwise it has no effect.
     """
 
     kind: Kind
@@ -169,16 +170,15 @@ class Fault:
 
     @property
     def heals(self) -> bool:
-        """Whether this fault is undone after `seconds`."""
+        """Whether this fault has a duration (`seconds`), after which it is undone."""
         return self.seconds is not None
 
     @property
     def holds(self) -> bool:
         """Whether the fault suspends agents or whole hosts, or cuts hosts off.
 
-        True for `stop-agent`, `stop-host`, and `cut` unless its reach is `pair` (a cut
-        between two hosts only). If such a fault lasts for ever, the drill does not wait
-        until the agents of its hosts end.
+        Cuts between two hosts only (reach `pair`) do not count. If such a fault lasts
+        for ever, the drill does not wait until the agents of its hosts end.
         """
         held = self.kind in ("stop-agent", "stop-host", "cut")
         return held and self.reach != "pair"
@@ -191,8 +191,8 @@ def _number(seconds: float) -> str:
 def parse_fault(text: str, num_slots: int) -> Fault:
     """Parses the notation of one fault.
 
-    `str` of the returned fault is its notation, with the options in the order phase,
-    reach, seconds, `always`.
+    Converted to a str, the returned fault is its notation again, with the options in
+    the order phase, reach, seconds, "always".
 
     Args:
         text: the notation.
@@ -287,8 +287,8 @@ def _options(
         options: the options, such as "commit" or "20".
 
     Returns:
-        The values of the fields of `Fault` that the options set, by field name; always
-        has "phase", which is None if no option is a phase.
+        Maps each field of the fault that an option sets ("phase", "reach", "seconds" or
+        "always") to its value. Always has "phase", which is None if no option is one.
 
     Raises:
         ValueError: an option is unknown, not allowed, given twice or missing.
@@ -321,7 +321,9 @@ def _options(
 def _option(rule: Rule, option: str) -> tuple[str | None, object, bool]:
     """Returns the field that an option sets, its value, and whether the kind allows it.
 
-    The field is None for an unknown option.
+    These are the name and the value of a field of the fault, such as "seconds" and
+    20.0. `rule` is what the kind of the fault allows. Field and value are None for an
+    unknown option.
     """
     if _SECONDS.fullmatch(option):
         return "seconds", float(option), rule.seconds != "no"
@@ -350,7 +352,7 @@ def check_together(faults: Sequence[Fault]) -> None:
     """Checks that these faults can be carried out together in one run.
 
     Raises:
-        ValueError: there is more than one `fail`, or a `fail` of several slots; or the
+        ValueError: there is more than one fault `fail`, or one of several slots; or the
             fault after a `corrupt` is missing, or is neither a kill of a host or
             trainer nor another `corrupt`.
     """
@@ -377,8 +379,9 @@ def check_together(faults: Sequence[Fault]) -> None:
 def in_order(faults: Sequence[Fault]) -> list[Fault]:
     """Sorts faults by step.
 
-    A fault of phase `recovery` or `healed` is not sorted by its own step: it stays
-    directly after the fault that precedes it in `faults`.
+    A fault that waits for a recovery, or until earlier faults are undone (phases
+    `recovery` and `healed`), is not sorted by its own step: it stays directly after the
+    fault before it in `faults`.
 
     >>> texts = ["kill-host:0@40", "kill-host:1@1:recovery", "kill-leader@20"]
     >>> [str(f) for f in in_order([parse_fault(t, num_slots=2) for t in texts])]

@@ -175,9 +175,9 @@ class Agent:
     def start(self) -> None:
         """Registers this host in the store and starts the periodic tick.
 
-        The tick, every `TICK_S` seconds, renews the lease, checks the connections and
-        the trainer, connects to the leader, and campaigns for leadership if there is no
-        leader. Also starts a standby trainer, unless the user starts the trainers.
+        The tick, every 0.1 s, renews the lease, checks the connections and the trainer,
+        connects to the leader, and campaigns for leadership if there is no leader. Also
+        starts a standby trainer, unless the user starts the trainers.
 
         Raises:
             StoreUnavailable: the store cannot be reached.
@@ -197,8 +197,9 @@ class Agent:
 
         The job can do so once another host has taken this host's slot and a step is
         committed. `run` returns soon if this host has no slot and does not lead, or if
-        no other host can take the slot. It returns in any case after `timeouts.drain`
-        seconds, and soon after a second call. Safe in a signal handler.
+        no other host can take the slot. It returns after the config's
+        `timeouts.drain` seconds at the latest, and soon after a second call of this
+        method. Safe in a signal handler.
         """
         self._departs += 1
         needed = self._follower.has_slot or self._leadership.leader is not None
@@ -206,9 +207,10 @@ class Agent:
             self._loop.stop()
 
     def _watch_departure(self) -> None:
-        """Tells the leader, after `depart`, that this host leaves the job.
+        """Tells the leader that this host leaves the job, if it has been asked to.
 
-        If this agent still runs `timeouts.drain` seconds later, ends it.
+        If this agent still runs after the time for that (config key `timeouts.drain`,
+        in seconds), ends it.
         """
         if not self._departs:
             return
@@ -332,8 +334,9 @@ class Agent:
     def _campaign_if_free(self) -> None:
         """Campaigns for leadership once the store has had no leader for a delay.
 
-        The delay is that of `campaign_delay_s`. It is 0 if this host still runs a
-        `Leader`, because this host held the leader key last.
+        The delay is longer for hosts whose names sort later, and while the last leader
+        still answers (`campaign_delay_s`). It is 0 if this host still runs a `Leader`,
+        because this host held the leader key last.
         """
         view, now = self._membership.view, self._loop.now()
         if view.leader is not None or not view.hosts:
@@ -379,10 +382,13 @@ class Agent:
     def _prove_end(self, leader: Leader, record: HostRecord) -> None:
         """Tries to connect to a host that has a slot, but is not listed in the store.
 
-        `record` is the host's last record, and `leader` this host's `Leader`. If the
-        port in `record` refuses connections, the host's agent has ended, and `leader`
-        is told so. Otherwise does nothing: the host may be cut off from the store
-        alone, so `leader` waits for the host to connect.
+        If the host's port refuses connections, the host's agent has ended, and this
+        host's leader records that. Otherwise does nothing: the host may be cut off from
+        the store alone, so the leader waits for the host to connect.
+
+        Args:
+            leader: the `Leader` that this host runs.
+            record: the last record of the other host, with its address.
         """
 
         def answered(state: PortState) -> None:
@@ -451,7 +457,7 @@ class Agent:
 
         Returns:
             The callbacks for messages and for the end of the connection; None to refuse
-            the connection, see `FollowerLinks.accept`.
+            the connection (see `FollowerLinks.accept` for the reasons).
         """
         found = self._links.accept(hello, channel)
         last = self._moved_message() if self._leadership.leader is None else None
@@ -480,11 +486,12 @@ class Agent:
     def _leader_moved(self, term: int, record: HostRecord) -> None:
         """Follows a leader that another host names; ends this host's own leadership.
 
-        `term` is the number of the named leader's term. Does nothing in these cases:
+        `record` is the named leader's record, and `term` the number of its time in
+        office (term). Does nothing in these cases:
 
         * The store answers, so this host's view names the leader.
-        * `term` is not later than the term in this host's last view.
-        * A host has named a leader of a later term before.
+        * The term is not later than that in this host's last view.
+        * Another host has named a leader with a later term before.
         """
         if self._store_up or term <= self._membership.view.term:
             return  # the store's view is as new or newer
@@ -615,8 +622,9 @@ class Agent:
     def _host_dead(self, record: HostRecord) -> None:
         """Revokes the store lease of a host whose port refuses connections.
 
-        A host that is registered with another address keeps its lease. If this host
-        leads, its `Leader` handles the loss.
+        `record` has the host's name and the address that was tried. A host that is now
+        registered with another address keeps its lease. If this host leads, its
+        `Leader` handles the loss.
         """
         view = self._membership.view
         known = view.hosts.get(record.host)

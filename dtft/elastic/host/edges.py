@@ -94,8 +94,9 @@ class Asked:
     """Handlers of users' requests at a host's port.
 
     A user may ask to export a step to storage, to change the number of replicas, or to
-    let a host leave the job. Each handler gets the function that sends the answer;
-    `scale` first gets the number of replicas, `drain` the name of the host.
+    let a host leave the job (drain it). Each handler gets the function that sends the
+    answer. Before it, the handler for replicas gets their number, and the handler for a
+    drain the name of the host.
     """
 
     export: Callable[[Answer], None]
@@ -107,7 +108,8 @@ class Asked:
 class Edges:
     """An agent's access to time, network, store, files and processes.
 
-    `local_edges` makes the real ones; a simulation passes other objects.
+    `local_edges` makes the real ones of this machine; a simulation passes other
+    objects.
     """
 
     loop: Loop
@@ -137,7 +139,7 @@ class NoService:
         ready: Callable[[str], None],
         failed: Callable[[str], None],
     ) -> None:
-        """Calls `failed` at once."""
+        """Calls `failed` with the reason at once: this job has no such service."""
         failed("the processes of this job start their own")
 
     def give_up(self, places: Sequence[int]) -> None:

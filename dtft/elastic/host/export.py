@@ -32,8 +32,8 @@ def start_exporter(
         opening: the exporter's settings, which are the fields of its first message
             (see `dtft.checkpoint.storage.exporter.Opening`).
         log_path: the file to which the exporter's stderr is appended.
-        hear: called with the `ExporterProcess` and each answer of the exporter, and at
-            the end of the process (an answer with `ended`).
+        hear: called with the `ExporterProcess` and each answer of the exporter; at the
+            end of the process the answer has the key "ended".
     """
     return ExporterProcess(
         opening,
@@ -55,8 +55,9 @@ def save_fields(
     Args:
         step: number of the step.
         memory: path of the arena.
-        buffers: one byte for each chunk of the slot's own slices: the index, from 0, of
-            the one of the chunk's buffers in the arena that has this step's bytes.
+        buffers: one byte for each chunk of the slot's own slices. A chunk has several
+            buffers in the arena; the byte is the index, from 0, of that with this
+            step's bytes.
         digests: the digests of each own slice, 16 bytes per chunk.
         items: the checkpoint's values that are not arrays.
     """
@@ -86,10 +87,15 @@ class HostExports:
     ) -> None:
         """Starts no exporter yet.
 
-        `emit("exporter", exporter, message)` is called on other threads with each
-        message of an exporter. `exported(step, ok, error)` is called when an export has
-        ended or could not begin. It is not called for an export that `close`,
-        `stand_down` or the next `begin` gives up.
+        Args:
+            config: settings of this host's agent.
+            credentials: the job's credentials.
+            board: this host's progress board, which shows the step being exported.
+            emit: `emit("exporter", exporter, message)` is called on other threads with
+                each message of an exporter.
+            exported: `exported(step, ok, error)` is called when an export has ended or
+                could not begin, but not for an export that was given up, because the
+                next began or the exporter was closed.
         """
         self._config, self._credentials, self._board = config, credentials, board
         self._emit, self._exported = emit, exported
@@ -101,15 +107,17 @@ class HostExports:
     def begin(self, holder: ReplicaStore | None, order: dict[str, Any]) -> None:
         """Pins a step in `holder`, this host's copies, and starts the ordered export.
 
-        `order` is the leader's order: `step`, `slot` (whose slices this host writes),
-        `transfers` (slices to fetch from peers first), `rank` and `world` (index and
-        number of the exporters), `coordinator` (their address) and `failures`
-        (the number of exports that failed or were replaced before this one).
+        An export that still runs is given up first: the leader orders one export at a
+        time, so it has already failed on another host. If this host has no copies, or
+        has dropped the step, the export ends at once with an error.
 
-        If `holder` is None, only calls `exported` with an error. Otherwise first gives
-        up an export that still runs: the leader orders one export at a time, so that
-        export has already failed on another host. Then, if `holder` has dropped the
-        step, calls `exported` with an error.
+        Args:
+            holder: this host's copies; None if it has none.
+            order: the leader's order: `step`, `slot` (whose slices this host writes),
+                `transfers` (slices to fetch from peers first), `rank` and `world`
+                (index of this exporter, and number of all), `coordinator` (address at
+                which the exporters meet), and `failures` (the number of exports that
+                failed or were replaced before this one).
         """
         step = order["step"]
         if holder is None:
@@ -129,8 +137,8 @@ class HostExports:
     ) -> None:
         """Makes the exporter write a pinned step.
 
-        First fetches the slices of the order's slot of which this host has no copy: the
-        order's `transfers` list them.
+        First fetches those slices of the slot that this host lacks; `transfers` in the
+        leader's order lists them.
         """
         step = order["step"]
         self._board.set("exporting", step)
@@ -152,11 +160,11 @@ class HostExports:
     def _open(self, holder: ReplicaStore, order: dict[str, Any]) -> ExporterProcess:
         """Returns the exporter for an order: the running one, or a new one.
 
-        The running exporter is used if `order` and `holder` give the same settings as
-        at its start, and the order's `failures` (number of exports that failed or were
-        replaced) has not changed. Otherwise it is ended, and a new one is started. So
-        after a failure every host has a new exporter; an old one would wait for
-        exporters of other hosts that have ended.
+        The running exporter is used if its settings are still right and no export has
+        failed or was replaced since its start (`failures` in the order counts them).
+        Otherwise it is ended, and a new one is started. After a failure every host thus
+        has a new exporter; an old one would wait for exporters of other hosts that have
+        ended.
         """
         opening = {
             "directory": str(self._config.storage_directory),
@@ -184,9 +192,9 @@ class HostExports:
     def answer(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
         """Handles an exporter's answer: step written, failure, or end of the process.
 
-        Unpins the answer's step, or all steps if the answer names none, and calls
-        `exported`. Ends the exporter after a failure. Ignores answers of a former
-        exporter and answers to the `open` message.
+        Unpins the answer's step, or all steps if the answer names none, and reports
+        each as exported or failed. Ends the exporter after a failure. Ignores answers
+        of a former exporter and answers to the first message, which opens the storage.
         """
         if exporter is not self._exporter or message.get("op") == "open":
             return
@@ -227,6 +235,6 @@ class HostExports:
             self._let_go(step)
 
     def stand_down(self) -> None:
-        """Ends the exporter, and frees the step that `lend` keeps for peers."""
+        """Ends the exporter, and frees the step that is kept for peers to fetch."""
         self.close()
         self.lend(None, -1)

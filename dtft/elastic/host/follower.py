@@ -179,8 +179,9 @@ class Follower:
     def ballot(self) -> tuple[int, int]:
         """(term, number) of the newest round that this host knows.
 
-        A round is an attempt to form the job: to assign slots and start trainers.
-        `term` is the leader's term; `number` counts the leader's rounds.
+        A round is an attempt to form the job: to assign slots and start trainers. The
+        term numbers the leader's time in office; the second number counts the leader's
+        rounds.
         """
         return self._ballot
 
@@ -192,8 +193,8 @@ class Follower:
     def inbox(self) -> Inbox:
         """Returns the functions through which other threads read this host's state.
 
-        The threads that serve connections read the copies and report received slices
-        with these functions.
+        With these functions, the threads that serve connections read the copies and
+        report received slices.
         """
         return Inbox(
             epoch=lambda: self.epoch,
@@ -207,9 +208,9 @@ class Follower:
         """Starts a standby trainer, so that imports are done before a slot is taken.
 
         Does nothing if a trainer waits already, if the user starts the trainers, or
-        during the pause after a failed start or after a standby's end (`WARM_S`). If
-        this host has no standby when it gets a slot, it starts its trainer at that
-        time, and reports `unfit` if that start fails.
+        during the pause of 5 s or more after a failed start or a standby's end. A host
+        without a standby starts its trainer when it gets a slot, and reports to the
+        leader that it is unfit for a slot if that start fails.
         """
         if self._loop.now() < self._warm_at:
             return
@@ -231,9 +232,9 @@ class Follower:
     def _standby_failed(self, what: str) -> None:
         """Begins the pause before the next start of a standby trainer.
 
-        The pause lasts `WARM_S` seconds, and doubles with each further failure up to
-        `MOST_WARM_S`. After `2 * MOST_WARM_S` seconds without a failure it is `WARM_S`
-        again. `what` describes the failure; only the first of a series is logged.
+        The pause lasts 5 s (`WARM_S`), and doubles with each further failure up to 60 s
+        (`MOST_WARM_S`). After 120 s without a failure the next pause is 5 s again.
+        `what` describes the failure in words; only the first of a series is logged.
         """
         now = self._loop.now()
         if now < self._warm_failed_at + 2 * MOST_WARM_S:
@@ -270,7 +271,8 @@ class Follower:
     def obey(self, message: dict[str, Any]) -> None:
         """Calls the method for a leader's order; does not check the order's fields.
 
-        An order whose `op` has no method here is passed to the trainer (`pass_on`).
+        The kind of the order (its field `op`) decides the method. An order of a kind
+        without a method here is passed to the trainer.
         """
         fields = {key: value for key, value in message.items() if key != "op"}
         if "ballot" in fields:
@@ -342,8 +344,8 @@ class Follower:
     def expect(self, layout: str, domains: list[str]) -> None:
         """Reserves memory for a slot of the running job, in case a slot becomes free.
 
-        Reports `fit` to the leader. A host without enough memory reports `unfit` and is
-        no spare.
+        Allocates on a thread. Then reports to the leader that this host is fit for a
+        slot or, with too little memory, that it is unfit; it is then no spare.
 
         Args:
             layout: the job's layout as JSON.
@@ -389,7 +391,7 @@ class Follower:
         reach: Mapping[str, str] | None = None,
         keep: int = 0,
     ) -> None:
-        """Stops training here; reports held copies and unreachable hosts.
+        """Stops training here; reports the host's copies and the hosts that are silent.
 
         Args:
             ballot: (term, number) of the round, a new attempt to form the job. An order
@@ -397,9 +399,12 @@ class Follower:
             reason: why training stops; sent to the user's process.
             fatal: whether the running processes would fail again; then a trainer that
                 waits without a slot is ended too.
-            read: whether copies are read and checked for the report.
+            read: whether copies are read and checked against their digests for the
+                report.
             epoch: (generation, attempt) of the newest assignment that the leader knows.
-            step: step of the newest commit that the leader knows, -1 for none.
+                A later one that this host knows is added to the report.
+            step: step of the newest commit that the leader knows, -1 for none. Later
+                commits that this host knows are added to the report.
             reach: maps the name of each host to which this host tries to connect to its
                 address; None for no host.
             keep: number of the world (set of connected JAX processes) whose trainers
@@ -488,7 +493,8 @@ class Follower:
         """Tries to connect to hosts, and reports to the leader which it cannot reach.
 
         Args:
-            ballot: (term, number) of the round, for the report.
+            ballot: (term, number) of the round, an attempt to form the job; the report
+                names it.
             reach: maps the name of each host to its address.
         """
         told = functools.partial(self._report, "reached", ballot=ballot)
@@ -497,9 +503,9 @@ class Follower:
     def _report_of(self, outcome: "Future[dict[str, Any]]") -> dict[str, Any]:
         """Returns this host's report of its copies, for the leader.
 
-        `outcome` is the finished future of `Copies.report`. If it has an exception,
-        returns a report that lists no copy and names all copies of this host as
-        corrupt.
+        `outcome` is the finished future whose result is this report. If it has an
+        exception instead, returns a report that lists no copy and names all copies of
+        this host as corrupt.
         """
         error = outcome.exception()
         if error is None:
@@ -536,10 +542,10 @@ class Follower:
         Args:
             ballot: (term, number) of the round, an attempt to form the job.
             world: number of the world, the set of connected JAX processes.
-            turn: number of the next assignment in this world.
-            formations: for each assignment that may follow, the index in the world of
-                the process of each slot.
-            items: JSON items of the checkpoint that record the trainers' plan.
+            turn: number of the next assignment of slots in this world, from 0.
+            formations: for each assignment that may follow, a list with an entry per
+                slot: the index in the world of the process that would fill the slot.
+            items: JSON values of the checkpoint that record the trainers' plan.
         """
         if ballot == self._ballot:
             fields = {"turn": turn, "formations": formations, "items": items}
@@ -548,8 +554,8 @@ class Follower:
     def share(self, ballot: tuple[int, int], keys: Mapping[str, str]) -> None:
         """Passes entries of another host's coordination service to the trainer.
 
-        If each JAX process has a coordination service of its own, the processes find
-        each other by these entries: the trainer writes them into its own service.
+        If each JAX process has a JAX coordination service of its own, the processes
+        find each other by these entries, which the trainer writes into its service.
 
         Args:
             ballot: (term, number) of the order's round, an attempt to form the job. An
@@ -602,8 +608,8 @@ class Follower:
     def _leave(self, world: int, left: Callable[[int | None], None]) -> bool:
         """Orders the trainer to give up its slot, and to keep its process.
 
-        A trainer that has not given up its slot after `LEAVE_S` seconds is killed; its
-        stacks are written to its log `STACKS_S` seconds earlier.
+        A trainer that has not given up its slot after 2 s is killed; it writes its
+        stacks to its log 0.3 s earlier.
 
         Args:
             world: number of the world (set of connected JAX processes) in which the
@@ -613,8 +619,8 @@ class Follower:
                 None.
 
         Returns:
-            Whether the order was sent. False if this host's slot has no trainer that
-            can obey it (see `Trainers.leave`).
+            Whether the order was sent. False if this host's slot has no trainer in this
+            world that can obey, for example because it has ended.
         """
         number = next(self._leaves)
         if not self._trainers.leave(number, world):
@@ -694,9 +700,13 @@ class Follower:
     def _restored(self, task: SlotTask, outcome: dict[str, Any]) -> None:
         """Reports a restore's outcome; ignores the restore of a former slot.
 
-        `outcome` is the result of `restore_copies`. After success, also sends the
-        trainer the state's location, or the user's process the step that it can
-        restore.
+        After success, also sends the trainer the state's location, or the user's
+        process the step that it can restore.
+
+        Args:
+            task: the slot for which slices were restored.
+            outcome: the restore's result: bytes and seconds, or the error; see
+                `restore_copies`.
         """
         if task is not self._task:
             return
@@ -732,7 +742,8 @@ class Follower:
     def _unfit(self, why: str, **told: str) -> None:
         """Reports to the leader an error that concerns this host alone.
 
-        `why` describes the error; `told` has further fields of the report.
+        The leader then gives this host no slot. `why` describes the error in words;
+        `told` has further fields of the report, such as the layout.
         """
         self._tell("unfit", why=why, **told)
 
@@ -765,7 +776,7 @@ class Follower:
             commit: JSON of the commit that the store has recorded or will record; "" to
                 remember none. The JSON leaves out the commit's holders, because they
                 are the hosts in this host's `prepare` order.
-            told: further fields of the order, passed on to the trainer.
+            told: further fields of the leader's message, passed on to the trainer.
         """
         if commit:
             self._keep(known_commit(commit))
@@ -792,10 +803,10 @@ class Follower:
     def _keep(self, commit: Commit) -> None:
         """Remembers a commit if it is of the assignment in the last `prepare` order.
 
-        The hosts in that order are remembered as the commit's holders. Replaces the
-        remembered commit of the same step: a commit that the store could not record at
-        first is released a second time once it is recorded. Only the newest
-        `KEPT_COMMITS` commits are remembered.
+        The hosts in that order are remembered as the hosts that have the commit.
+        Replaces the remembered commit of the same step: a commit that the store could
+        not record at first is released a second time once it is recorded. Only the two
+        newest commits are remembered.
         """
         obeyed, epoch = self._obeyed, (commit.generation, commit.attempt)
         if obeyed is not None and _epoch_of(obeyed) == epoch:
@@ -824,9 +835,10 @@ class Follower:
     def pass_on(self, op: str, **fields: Any) -> None:
         """Passes a leader's message of the kind `op` to the trainer.
 
-        The kind `assemble` is not passed on. It makes this host assemble the slices
-        that the user's process has requested (`Resharding.begin`). If it has the field
-        `error`, the trainer is sent an `assembled` message with this error instead.
+        A message of the kind `assemble` is not passed on. It makes this host assemble
+        the slices of a step that the user's process has requested under other
+        shardings. If the message has an error, the process is sent an `assembled`
+        message with this error instead.
         """
         if op != "assemble":
             self._trainers.send(op, **fields)
@@ -838,8 +850,11 @@ class Follower:
     def assembled(self, task: SlotTask, answer: dict[str, Any]) -> None:
         """Tells the user's process where its resharded step is, or why there is none.
 
-        `answer` is the result of the resharding for `task` (see `Resharding`). If
-        `task` is no longer this host's task, frees the memory of the step instead.
+        If the slot was assigned anew meanwhile, frees the memory of the step instead.
+
+        Args:
+            task: the slot for which the process has requested the step.
+            answer: the step, its layout and the path of its memory, or an error.
         """
         if task is self._task:
             self._trainers.send("assembled", **answer)
@@ -872,9 +887,13 @@ class Follower:
     def trainer_says(self, ident: int, message: dict[str, Any]) -> None:
         """Handles a message of the trainer with this ident, if it has this host's slot.
 
-        A message with an unknown `op` is ignored, and so is a message while this host
-        has no slot. A trainer that sends an invalid message is given up
-        (`_refuse_trainer`).
+        A message of an unknown kind is ignored, and so is a message while this host has
+        no slot. A trainer that sends an invalid message is killed or, if it is a user's
+        process, detached; the leader is told.
+
+        Args:
+            ident: number that identifies the trainer.
+            message: the message, with its kind in the field `op`.
         """
         if not self._trainers.is_active(ident):
             return
@@ -903,9 +922,9 @@ class Follower:
     def _pass_up(self, op: str, task: SlotTask, message: Message) -> None:
         """Passes a trainer's message to the leader as a report of the kind `op`.
 
-        The report also has the slot of `task`. A trainer that sends such a message has
-        restored its state, or fails. So the host no longer counts as recovering on the
-        progress board, which other processes read.
+        The report also has this host's slot, from `task`. A trainer that sends such a
+        message has restored its state, or fails. The progress board, which other
+        processes read, therefore no longer shows this host as recovering.
         """
         self._board.set("recovering", 0)
         self._tell(op, slot=task.slot, **message)
@@ -968,7 +987,7 @@ class Follower:
         is_new: bool,
         outcome: "Future[None]",
     ) -> None:
-        """Accepts a layout if its memory was allocated; otherwise reports `unfit`.
+        """Accepts a layout if its memory was allocated; else reports the host as unfit.
 
         Args:
             task: the task of the slot for which memory was allocated. If this host has
@@ -989,10 +1008,10 @@ class Follower:
         self._accept(task, layout)
 
     def _accept_restored(self, task: SlotTask) -> None:
-        """Accepts the trainer's layout (`task.layout`), which is that of the commit.
+        """Accepts the trainer's layout, if it is that of the restored commit.
 
-        Does nothing before the layout has arrived and the restore has succeeded,
-        because there may be no memory for the slot yet.
+        Does nothing before the layout has arrived (in `task`) and the restore has
+        succeeded, because there may be no memory for the slot yet.
         """
         if task.layout is not None and task.restored is not None:
             self._accept(task, task.layout)
@@ -1029,26 +1048,28 @@ class Follower:
             step: the step.
 
         Returns:
-            The answer to the trainer: `step`, the buffers, and `copied` (which of the
-            slot's slices the trainer copies from its devices, in the form of
-            `Copies.share`). None if a chunk has no free buffer. Then the answer is sent
-            later, once all chunks have one; the trainer waits for `timeouts.start` at
-            most.
+            The answer to the trainer: the step, the buffer of each chunk, and `copied`:
+            one bit for each of the slot's slices, whether the trainer copies it from
+            its devices (b"" if it copies all). None if a chunk has no free buffer. Then
+            the answer is sent later, once all chunks have one. The trainer waits for at
+            most `timeouts.start` seconds (config).
         """
         task.wanted = None
         try:
             return self._taken_room(task, holder, step)
         except RuntimeError as error:
             # A restore that was given up has a buffer until its peer answers.
-            logger.warning("%s Tried again every %.1f s.", error, ROOM_AGAIN_S)
+            logger.warning(
+                "%s Taking a buffer is tried again every %.1f s.", error, ROOM_AGAIN_S
+            )
             self._loop.call_later(ROOM_AGAIN_S, self._room_late, task, holder, step)
             return None
 
     def _room_late(self, task: SlotTask, holder: ReplicaStore, step: int) -> None:
-        """Sends the trainer the answer of `_room`, once every chunk has a free buffer.
+        """Sends the trainer the buffers for a step, once every chunk has a free one.
 
-        Tries again every `ROOM_AGAIN_S` seconds until then. Does nothing if the slot or
-        its copies were replaced meanwhile. The arguments are those of `_room`.
+        Tries again every 0.5 s until then. Does nothing if the slot or its copies were
+        replaced meanwhile. The arguments are those of `_room`.
         """
         if task is not self._task or holder is not self._copies.holder:
             return
@@ -1060,7 +1081,9 @@ class Follower:
     def _taken_room(
         self, task: SlotTask, holder: ReplicaStore, step: int
     ) -> dict[str, Any]:
-        """Takes the buffers; returns the answer to the trainer (see `_room`).
+        """Takes buffers for a step; returns the answer to the trainer.
+
+        The arguments and the answer are those of `_room`.
 
         Raises:
             RuntimeError: a chunk has no free buffer.
@@ -1097,12 +1120,12 @@ class Follower:
             self._tell("held", step=step, root=root, **where)
 
     def tick(self) -> None:
-        """Checks the trainer's progress, at most once in `LOOK_S` seconds.
+        """Checks the trainer's progress, at most once a second.
 
         Reports the progress to the leader: every second while a phase (such as a step)
-        lasts for 2 s or longer, else every ten seconds (`ProgressWatch.report_due`).
-        Makes the trainer write its stacks to its log once a phase has lasted for 80% of
-        its limit. Does nothing without a slot, or if the user starts the trainers.
+        lasts for 2 s or longer, else every ten seconds. Makes the trainer write its
+        stacks to its log once a phase has lasted for 80% of its time limit. Does
+        nothing without a slot, or if the user starts the trainers.
         """
         task, now = self._task, self._loop.now()
         if task is None or self._seats.attached or now < self._look_at:
@@ -1154,9 +1177,9 @@ class Follower:
         self._exports.lend(self._copies.holding(step), step)
 
     def exporter_says(self, exporter: ExporterProcess, message: dict[str, Any]) -> None:
-        """Handles a message of the exporter process: step written, failure, or end.
+        """Handles a message of an exporter process: step written, failure, or end.
 
-        See `HostExports.answer`.
+        Messages of an exporter that was replaced are ignored.
         """
         self._exports.answer(exporter, message)
 
@@ -1263,7 +1286,7 @@ def _outcome(future: "Future[dict[str, Any]]") -> dict[str, Any]:
     """Returns the outcome of a restore that has ended.
 
     If the restore raised an unexpected exception, logs it and returns an outcome with
-    the text of the exception as `error`.
+    the text of the exception as the error, and with no corrupt copy.
     """
     error = future.exception()
     if error is None:

@@ -26,12 +26,12 @@ pauses to keep its rate."""
 def serve_inspection(channel: Channel, config: AgentConfig, inbox: Inbox) -> None:
     """Answers one inspection request.
 
-    The request is {"verify": bool, "rate": bytes per second, 0 for no limit}. With
-    `verify`, reads all copies. Meanwhile sends {"progress": [bytes read, bytes of all
-    copies]}, at once and then every `PROGRESS_S` seconds; the answer follows. The
-    answer has the host's slot, layout, arena size and storage directory, and by step
-    and slice key the digests of the copies: the recorded ones, or with `verify` those
-    of the bytes that were read. It also lists the corrupt copies.
+    The request is {"verify": bool, "rate": bytes per second, 0 for no limit}. If
+    "verify" is True, reads all copies. Meanwhile sends {"progress": [bytes read, bytes
+    of all copies]}, at once and then every second; the answer follows. The answer has
+    the host's slot, layout, arena size and storage directory, and a map from step and
+    slice key to the digests of the copy. These are the recorded digests or, if the
+    copies were read, those of the bytes. The answer also lists the corrupt copies.
 
     Raises:
         WireError: the rate is not an integer of 0 or more.
@@ -64,10 +64,11 @@ def _asked(channel: Channel) -> dict[str, Any]:
 
 
 def _recorded(holder: ReplicaStore) -> dict[str, Any]:
-    """Returns fields of the reply to a request without `verify`; reads no copies.
+    """Returns fields of the reply to a request that does not ask to verify copies.
 
-    `held` has the recorded digests by step and slice key. A slice that is known to be
-    corrupt is in `corrupt` instead.
+    Reads no copies. The field "held" maps step, then slice key, to the recorded digests
+    of the copy. A copy that an earlier check found corrupt is listed in "corrupt"
+    instead.
     """
     held = {
         step: {key: known for key, _, known in holder.copies(step)}
@@ -85,12 +86,18 @@ def _verified(
 ) -> dict[str, Any]:
     """Reads and verifies all copies of this host; returns fields of the reply.
 
-    `holder` has the copies for the newest assignment of slots, and `former` the copies
-    for earlier assignments. At most `rate` bytes per second are read (0: no limit);
-    progress is sent on `channel`. In the reply, `held` (digests by step and slice key)
-    and `unread` (steps dropped meanwhile) describe `holder` alone. `corrupt` and the
-    totals (`copies`, `nbytes`) also include `former`, except copies whose memory was
-    freed meanwhile.
+    Args:
+        channel: the connection on which progress is sent.
+        holder: the copies for the newest assignment of slots; None without any.
+        former: the copies for earlier assignments.
+        rate: bytes per second that are read at most; 0 for no limit.
+
+    Returns:
+        Of `holder` alone: `held`: step, then slice key, to the digests of the bytes.
+        `unread`: steps that were dropped meanwhile. Of all copies, except those whose
+        memory was freed meanwhile: `corrupt`: a text for each corrupt copy. `copies`
+        and `nbytes`: the numbers of copies and of bytes that were read. `seconds`: how
+        long it took.
 
     Raises:
         ConnectionAbortedError: the memory of `holder` was freed meanwhile.

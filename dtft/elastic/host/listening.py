@@ -44,8 +44,9 @@ def listen(
         asked: handlers of users' requests; called on the loop.
 
     Raises:
-        ValueError: `config.bind` is not an address of this host that peers can reach,
-            its port is taken, or the TLS certificate or key cannot be loaded.
+        ValueError: the address to listen at (`bind` of the config) is not one of this
+            host that peers can reach, its port is taken, or the TLS certificate or key
+            cannot be loaded.
     """
 
     try:
@@ -104,10 +105,10 @@ def handlers(
 def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
     """Serves one host's control connection, `raw`, until the connection ends.
 
-    Closes the connection if the event loop has not accepted it within `ACCEPT_S`.
+    Closes the connection if the event loop has not accepted it within 10 s.
 
     Raises:
-        WireError: `accept` refuses the connection, see `FollowerLinks.accept`.
+        WireError: the connection is refused: `accept` returns None.
     """
     channel = TcpChannel(raw)
     taken: Future[tuple[Heard, Closed] | None] = Future()

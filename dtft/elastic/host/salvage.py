@@ -1,17 +1,17 @@
 """Salvage: writes the newest step in hosts' memory to storage, without the leader.
 
 Salvage is for a local cluster that is ended by force; it needs neither store nor
-trainers. The process that started the hosts queries each host's copies, chooses a step
-(`choose`, pure) and fetches the step's slices; one exporter process writes the step.
+trainers. The process that started the hosts asks each host for a list of its copies,
+chooses a step and fetches the step's slices; one exporter process writes the step.
 Hosts answer on threads of their port, so salvage also works while an agent's event loop
 hangs, and while slots are being assigned anew.
 
 A step whose commit the store has recorded can be chosen if the digests of the hosts'
 copies give the commit's root digest (one digest over all slices). A step without a
-recorded commit can be chosen, too, as the store may not have answered at the commit.
-Then, of the hosts with copies of the step, only those with the newest assignment of
-slots are used. Their copies must include all slices, and copies of the same slice must
-have equal digests.
+recorded commit can be chosen, too, because the store may not have answered at the
+commit. For such a step, only the copies on hosts with the newest assignment of slots
+are used. They must include all slices, and copies of the same slice must have equal
+digests.
 """
 
 import contextlib
@@ -72,9 +72,10 @@ class NotSalvaged(RuntimeError):
 
 
 def write_address(memory_directory: Path, address: str, *, tls: bool) -> None:
-    """Writes a host's address to the file `ADDRESS` in its memory directory.
+    """Writes a host's address to a file in its memory directory, for salvage.
 
-    `tls` is whether the host's port uses TLS; it is written, too.
+    `address` is "host:port". `tls` is whether the host's port uses TLS; it is written
+    to the file, too.
     """
     text = json.dumps({"address": address, "tls": tls})
     (memory_directory / ADDRESS).write_text(text)
@@ -296,8 +297,8 @@ class Salvage:
 
         Raises:
             NotSalvaged: no step was written; the message has the reason.
-            ValueError: the directory in which the step is assembled (`scratch`) cannot
-                be made, see `make_memory_directory`.
+            ValueError: the directory in which the step is assembled cannot be made: a
+                live process or another user has it, or its parent does not exist.
         """
         end = time.monotonic() + limit_s
         make_memory_directory(self.scratch)
@@ -388,8 +389,8 @@ class Salvage:
             end: time (`time.monotonic`) at which fetches are given up.
 
         Returns:
-            For each array, in the order of `chunks.slices`, the digests of its chunks,
-            joined.
+            For each array, in the order of its slices in `chunks`, the digests of its
+            chunks, joined to one bytes object.
 
         Raises:
             FetchFailed: a host has gone, lacks a slice, or sent corrupt bytes.

@@ -1,8 +1,8 @@
 """`dtft agent --serve-only`: keeps copies in a host's memory for the user's processes.
 
 Listens for the user's process. The first process that attaches to any host of the job
-decides the job's terms (the settings that all processes of the job share). From then on
-the host runs an `Agent`. This module only defines the order of these steps.
+decides the settings that all processes of the job must have in common (`Terms`). From
+then on the host runs an `Agent`. This module only defines the order of these steps.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ LOOK_S = 0.5
 class ServeConfig:
     """Settings of `dtft agent --serve-only`; every field is a flag.
 
-    `copies` must be equal on all agents of a job.
+    The number of copies must be equal on all agents of a job.
     """
 
     copies: int = 2
@@ -60,7 +60,14 @@ def base_config(
 ) -> AgentConfig:
     """Returns the settings of an agent that are known before a process has attached.
 
-    `store` is the store's address. `with_terms` adds the job's other settings.
+    The other settings come from the first process that attaches.
+
+    Args:
+        serve: the flags of this command.
+        job: name of the job.
+        host: name of this host.
+        store: the store's address.
+        secret: the job's secret.
     """
     return AgentConfig(
         job=job,
@@ -80,9 +87,10 @@ def base_config(
 
 
 def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
-    """Returns an agent's settings, completed with the job's terms.
+    """Returns an agent's settings, completed with those that the user's process gives.
 
-    The terms are the number of processes, the storage, and the bytes per chunk.
+    These terms of the job are the number of its processes, the storage directory and
+    how often and how long steps are written there, and the bytes per chunk.
     """
     timeouts = dataclasses.replace(config.timeouts, export=terms.storage_timeout_s)
     return dataclasses.replace(
@@ -118,8 +126,8 @@ class ServingHost:
             JobMismatch: another agent has the host name; or the secret, the TLS
                 setting, --copies or the kind of job (launched or served) is another
                 than the job's.
-            ValueError: the memory directory cannot be made, see
-                `make_memory_directory`.
+            ValueError: the memory directory cannot be made: the arena directory does
+                not exist, or a live agent or another user has the directory.
         """
         self._config, self._store = config, store
         self._left = False  # set in a signal handler, which must take no lock
@@ -143,7 +151,7 @@ class ServingHost:
     def _refuse_live_agent(self) -> None:
         """Raises JobMismatch if an agent with this host's name listens at its socket.
 
-        The store does not list an agent that still waits for the job's terms.
+        An agent is not listed in the store while it waits for the first user's process.
         """
         path = self._config.memory_directory / AGENT_SOCKET
         with contextlib.suppress(OSError):
@@ -165,8 +173,9 @@ class ServingHost:
 
         Raises:
             StoreUnavailable: the store does not answer at the agent's start.
-            JobMismatch: the host's failure domain does not fit those of other hosts, or
-                see `Agent` and `Agent.run`.
+            JobMismatch: the host's failure domain does not fit those of other hosts, a
+                live host has this host's name, or the secret, the settings or TLS
+                differ from the job's.
             ValueError: the host's port cannot be opened.
         """
         config = self._config

@@ -30,10 +30,11 @@ from dtft.elastic.leader.storage import StorageHealth
 class Intervals:
     """The number of steps from one snapshot to the next, in one formation of the job.
 
-    A formation is an assignment of hosts to slots. With `config.automatic` the interval
-    is chosen from the times that trainers measure, at every snapshot. A new interval
-    applies from the next boundary on: the step of the next snapshot. Trainers get it in
-    the `release` message of the boundary before, so that all of them know it in time.
+    A formation is an assignment of hosts to slots. If the config has an automatic
+    interval, the interval is chosen anew at every snapshot, from the times that
+    trainers have measured. A new interval applies from the next snapshot on. Trainers
+    get it with the leader's message that the present snapshot is committed (`release`),
+    so that all of them know it in time.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -52,14 +53,15 @@ class Intervals:
         the new interval); empty before a change."""
 
     def resumed(self, assignment: SlotAssignment, commits: Sequence[Commit]) -> None:
-        """Sets `reach`: after at most how many steps the first snapshot is taken.
+        """Sets the largest number of steps until the first snapshot (`reach`).
 
-        Called once for a formation; later `concluded` sets `reach`. The value is:
+        Called once for a formation; each complete snapshot sets the number anew
+        (`concluded`). The number is:
 
         * the config's interval, if training begins from the initial state;
         * the interval recorded in the restored commit, if the state was restored from
           memory;
-        * else `cadence.period`, which no interval exceeds.
+        * else the longest interval that the config allows.
 
         Args:
             assignment: the assignment of hosts to slots, with the source of the state.
@@ -80,8 +82,9 @@ class Intervals:
             step: the step of the snapshot.
             interval: the snapshot interval in force after `step`, in steps; None for
                 the config's interval.
-            window: the times that the trainer has measured since its last snapshot, as
-                the fields of `Window`; None if it has none.
+            window: what the trainer has measured since its last snapshot, such as
+                seconds of steps and of the snapshot, by the field names of `Window`;
+                None if it has measured nothing.
         """
         self._reported[step] = interval or self._cadence.interval
         if window is not None:
@@ -91,12 +94,12 @@ class Intervals:
         """Chooses the next interval from the measurements in the reports of `step`.
 
         Called once all snapshots and copies of the step are complete. The interval
-        stays without `config.automatic`, and without measurements.
+        stays if the config has a fixed interval, and if no trainer has measured times.
 
         Returns:
-            The interval in force after `step`, and the step of the next snapshot. A
-            newly chosen interval, kept in `changes`, takes effect only after the next
-            snapshot.
+            The interval in force after `step`, in steps, and the step of the next
+            snapshot. A newly chosen interval takes effect only after the next snapshot,
+            so it is not in this result.
         """
         interval = self._reported.get(step, self._cadence.interval)
         following = self._cadence.at(interval).following(step)
@@ -148,7 +151,7 @@ def _slowest(windows: Sequence[Window]) -> Window:
     """Returns the measurements of the slowest trainer, for which the others wait.
 
     `windows` has the measurements of each trainer between the same two snapshots. The
-    slowest trainer is the one with the fewest steps after the end of its replication
+    slowest trainer is the one that took the fewest steps after it had sent its copies
     (`quiet_steps`). Of trainers with equally many, it is the one whose snapshot blocked
     training longest.
     """
@@ -249,8 +252,9 @@ class CommitCoordinator:
                 slot did not copy.
             interval: the snapshot interval in force after `step`, in steps; None for
                 the config's interval.
-            window: the times measured since the last snapshot, as the fields of
-                `Window`; None if there are none.
+            window: what the trainer has measured since the last snapshot, such as
+                seconds of steps and of the snapshot, by the field names of `Window`;
+                None if it has measured nothing.
 
         Raises:
             Divergence: another slot has different bytes for the same slice.
@@ -320,14 +324,14 @@ class CommitCoordinator:
     def delayed(self, commit: Commit) -> None:
         """Lets the trainers go on although the store has not recorded a commit in time.
 
-        Sends `release` to the host of every slot. The message contains the commit, so a
-        later leader can learn the commit from the hosts.
+        Tells the host of every slot that its trainer may go on (`release`). The message
+        contains the commit, so a later leader can learn the commit from the hosts.
         """
         self._passed = max(self._passed, commit.step)
         self._release(commit, is_recorded=False)
 
     def recorded(self, commit: Commit) -> None:
-        """Records that the store has a commit; sends no `release` to the trainers."""
+        """Remembers that the store has a commit; does not let the trainers go on."""
         if self.pending is not None and self.pending.step <= commit.step:
             self.pending = None
         self.committed = max(self.committed, commit.step)
@@ -335,7 +339,8 @@ class CommitCoordinator:
     def written(self, commit: Commit) -> None:
         """Handles a commit that the store has recorded: lets the trainers go on.
 
-        Also orders an export of the step if one is due.
+        Also orders an export of the step if the config's storage interval makes one
+        due, no export is in progress, and no pause after a failed export lasts.
         """
         self.recorded(commit)
         self._release(commit, is_recorded=True)
@@ -370,7 +375,10 @@ class CommitCoordinator:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some but not all snapshots and copies of a step are reported."""
+        """Whether, for some step, only a part of the snapshots and copies is reported.
+
+        The other reports are then still to come.
+        """
         return bool(self._trackers)
 
     @property
@@ -394,8 +402,8 @@ class CommitCoordinator:
 
         * An export is in progress.
         * No host holds some slice of the step.
-        * Trainers have gone on after a later step that the store had not recorded in
-          time (`delayed`). The hosts may then have dropped the copies of `step`.
+        * Trainers have gone on after a later step whose commit the store had not
+          recorded in time. The hosts may then have dropped the copies of `step`.
         """
         if self._export is None and step >= self._passed:
             self._order_export(step, set(self._assignment.slots), self._held(step))
@@ -500,9 +508,9 @@ class CommitCoordinator:
             host: the answering host.
             step: the exported step.
             ok: whether the host has written its slices.
-            attempt: the field `failures` of the order that the host answers (the number
-                of exports that had failed or were replaced before it). None: the answer
-                is to the newest order.
+            attempt: which order the host answers: the number of exports that had failed
+                or were replaced when the order was sent, as the order has it. None: the
+                newest order.
         """
         if self._export is None or self._export[0] != step:
             return None

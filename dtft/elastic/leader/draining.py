@@ -63,12 +63,14 @@ class Draining:
     def asked(self, host: str, answer: Answer) -> None:
         """Handles a request that a host leaves the job.
 
-        Refuses the request, at once, if the job has no such host, does not train now,
-        or cannot train without the host. Answers at once if the host is connected, has
-        no slot and does not lead: its agent is told to end. Otherwise answers once a
-        step is committed without the host, or once the host has to stay. If the leading
-        host stops leading before that, `close` answers. `answer` sends the reply to the
-        requester.
+        `answer` sends the reply to the requester:
+
+        * at once, with an error, if the job has no such host, does not train now, or
+          cannot train without the host;
+        * at once, if the host is connected, has no slot and does not lead. Its agent is
+          told to end;
+        * otherwise once a step is committed without the host; or, with an error, once
+          the host has to stay or this host stops leading.
         """
         rendezvous, there = self._rendezvous, host in self._registry.records
         known = self._departures.get(host)
@@ -95,9 +97,9 @@ class Draining:
         The host gets no slot any more.
 
         * While the job trains, the agent is told to end at once if the host has no slot
-          and does not lead, or if the job cannot train without it. Otherwise `due`
-          makes the job re-form at the next commit, and `committed` tells the agent to
-          end.
+          and does not lead, or if the job cannot train without it. Otherwise the job
+          is re-formed at the next commit, and the agent is told to end once a step is
+          committed without its host.
         * While the leader decides which host gets which slot, the departure is added to
           the printed reasons for the new formation.
         """
@@ -159,10 +161,10 @@ class Draining:
         return host in self._rendezvous.slot_of or host == self._config.host
 
     def _can_train(self, hosts: int) -> bool:
-        """Whether `hosts` hosts are enough for the number of slots chosen for them.
+        """Whether the job can train on `hosts` hosts, one for each slot.
 
-        `JobSizes.choose` chooses the number: that of the job, or an allowed smaller
-        one.
+        True if the job's number of slots, or a smaller number to which the job may
+        shrink, is at most `hosts`.
         """
         coordinator = self._rendezvous.coordinator
         layout = coordinator.layout if coordinator is not None else None
@@ -288,7 +290,7 @@ class Draining:
         """Tells the agent of a drained host to end; answers the requests to drain it.
 
         If the host is lost, only answers the requests. Does nothing while the host's
-        link is cut and the host may reconnect; `committed` tries again.
+        link is cut and the host may reconnect; the next commit tries again.
         """
         round_, departure = self._rendezvous.current, self._departures[host]
         if host in self._registry.away:

@@ -26,8 +26,8 @@ class Journal:
     """The leading host's messages on stdout, and its events in the run's event log.
 
     Calls return at once, because threads print and write. While the log cannot be
-    written, the last `KEPT_EVENTS` events wait in memory. A line that cannot be printed
-    is dropped.
+    written, the newest 10,000 events wait in memory (`KEPT_EVENTS`), and older events
+    are lost. A line that cannot be printed is dropped.
     """
 
     def __init__(self, run_directory: Path, host: str) -> None:
@@ -119,8 +119,8 @@ class Journal:
     def _run(self) -> None:
         """Writes the waiting events, on a thread of its own.
 
-        Ends after `IDLE_S` seconds without an event; the next event starts a new
-        thread. Events whose write failed are tried again with the next event.
+        Ends after 5 s without an event; the next event starts a new thread. Events
+        whose write failed are tried again with the next event.
         """
         while True:
             with self._changed:
@@ -162,7 +162,7 @@ class Journal:
         return None
 
     def committed(self, step: int, root: str) -> None:
-        """Queues a commit event for the log, and keeps the step as `last_commit`.
+        """Queues a commit event for the log; later messages name the step.
 
         Args:
             step: the committed step.

@@ -141,8 +141,8 @@ def borrowed(
         alive: the hosts that can send slices.
 
     Returns:
-        The transfers; () if `held` is None. None if a writer lacks a slice that no host
-        in `alive` holds.
+        The transfers; () if no writing host lacks a slice, as when `held` is None. None
+        if a writing host lacks a slice that no host in `alive` holds.
     """
     if held is None:
         return ()

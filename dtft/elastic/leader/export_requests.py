@@ -80,7 +80,8 @@ def serve_export(
     """Serves one export request: replies on `channel` when the export is over.
 
     The reply is an error if the request is refused, if the export fails, or if it is
-    not over after `timeouts.export` plus `timeouts.stage` seconds.
+    not over in time. The limit is the config's limit of an export plus `timeouts.stage`
+    (its limit for one step of a snapshot interval): 420 s by default.
 
     Args:
         channel: the connection of the requester.

@@ -71,8 +71,8 @@ class FailureAccount:
     def may_be_a_cut(self) -> bool:
         """Whether a network cut between two hosts may explain the attempt's failures.
 
-        True if a cut would explain their root cause (`Failure.may_be_a_cut`). False
-        without failures.
+        True if a cut would explain their root cause, such as a timeout or a broken
+        collective. False without failures.
         """
         found = cause(self._failures)
         return found is not None and found.may_be_a_cut
@@ -107,8 +107,8 @@ class FailureAccount:
 
         Without a failure the next attempt may begin at once. Otherwise counts the
         attempt, and writes the counts to the store. If the attempt had another number
-        of slots than the newest commit, also counts its failure in `JobSizes`, which
-        excludes a number of slots on which two attempts have failed.
+        of slots than the newest commit, also counts the failure for this number: after
+        two failures the job does not take this number any more.
 
         Args:
             assignment: the host of each slot in the attempt; None if unknown.

@@ -156,8 +156,9 @@ class Failure:
 def is_broken_collective(error: str) -> bool:
     """Whether the end of another process caused a trainer's exception.
 
-    True for JAX's errors of broken collectives, and for `AgentGone`: the trainer's own
-    agent has ended or has detached the trainer. `error` is "TypeName: message".
+    True for JAX's errors of broken collectives, and for the error of a trainer whose
+    own agent has ended or has detached it (`AgentGone`). `error` is "TypeName:
+    message".
 
     >>> is_broken_collective("JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: [x]")
     True
@@ -206,8 +207,9 @@ class Recurring:
 class FailureBudget:
     """Counts of trainer failures since training last made progress.
 
-    `judge` ends the job when a count is too high. The leader writes the budget to the
-    store, so the next leader continues the counts.
+    Progress is a commit of a step above all steps committed before. The job ends when a
+    count is too high (`judge`). The leader writes the budget to the store, so the next
+    leader continues the counts.
     """
 
     highest: int = -1
@@ -225,9 +227,9 @@ class FailureBudget:
     def committed(self, step: int) -> "FailureBudget":
         """Returns the budget after a commit of `step`.
 
-        If the step is higher than every step committed before, `fruitless` (failed
-        attempts in a row) becomes 0, and the `recurring` failures at lower steps are
-        forgotten. Otherwise nothing changes.
+        If the step is higher than every step committed before, the number of failed
+        attempts in a row becomes 0, and the exceptions and exits of trainers at lower
+        steps are forgotten. Otherwise nothing changes.
 
         >>> FailureBudget(highest=7, fruitless=3).committed(7).fruitless
         3
@@ -335,16 +337,16 @@ def judge(
       starts the count again. Two failures, on any hosts, count as the same if they have
       the same type and either the same step or the same message (apart from numbers).
       Consequences of another failure and corrupt copies are not counted here.
-    * `FRUITLESS` attempts in a row without a new highest commit end the job, whatever
-      their causes are.
-    * A commit is quarantined (no longer restored from memory) after `RESTORE_FAILURES`
-      failed restores, if no attempt between them has trained on every slot. The
+    * 10 failed attempts in a row (`FRUITLESS`) without a new highest commit end the
+      job, whatever their causes are.
+    * A commit is quarantined (no longer restored from memory) after 2 failed restores
+      (`RESTORE_FAILURES`), if no attempt between them has trained on every slot. The
       exception of the last failure then does not end the job, because another state is
       restored.
     * If the attempt had another number of slots than the newest commit, it is counted
-      only among the `FRUITLESS` attempts in a row.
-    * The pause before the next attempt is 0, 1, 2, 4, ... seconds, at most
-      `LONGEST_PAUSE_S`.
+      only among the failed attempts in a row.
+    * The pause before the next attempt is 0, 1, 2, 4, ... seconds, at most 30 s
+      (`LONGEST_PAUSE_S`).
 
     Args:
         budget: the budget before the attempt.
@@ -405,8 +407,9 @@ def _restore_counted(
     """Counts a failed restore of a commit; ignores other failures.
 
     A restore has failed if the attempt restored a commit from memory, never trained on
-    every slot, and failed in a way for which the restored copies may be the cause
-    (`_blames_commit`).
+    every slot, and its failure may come from corrupt bytes of the restored copies: a
+    host could not restore, or a trainer failed during the restore or in an unknown
+    phase.
 
     Args:
         budget: the budget before the attempt.

@@ -153,7 +153,7 @@ class HostRegistry:
     def drain(self, host: str) -> None:
         """Gives a host no slot any more, because the host is to leave the job.
 
-        Ends when the host's agent is started again, or with `keep`.
+        A new agent process on the host ends this, and so does `keep`.
         """
         self._drained.add(host)
 
@@ -181,17 +181,17 @@ class HostRegistry:
         return True
 
     def answered(self, host: str) -> None:
-        """Ends `leave_out` for a host that has reported the copies that it holds."""
+        """Undoes `leave_out`: the host has reported the copies that it holds."""
         self._silent.discard(host)
 
     def to_ask_again(self, now: float) -> list[str]:
-        """Returns the connected hosts that are now to be checked for a slot again.
+        """Returns the connected hosts to ask now whether they can have a slot again.
 
-        Only hosts that can have no slot are checked: they have reported so, or did not
-        report their copies in time. A host is due when the pause since its last check
-        is over. The first pause takes `FIRST_ASK_S` seconds and begins with the first
-        call after the host became such a host. Every check doubles the pause, up to
-        `LONGEST_ASK_S`, because some hosts can never have a slot.
+        Only hosts without the right to a slot are asked: they have reported that they
+        can have none, or did not report their copies in time. The first call that finds
+        such a host does not return it, but begins a pause of 5 s. The host is returned
+        when the pause is over. Every return doubles the next pause, up to 300 s,
+        because some hosts can never have a slot.
         """
         found = []
         for host in [*self.unfit, *self._silent]:
@@ -206,7 +206,7 @@ class HostRegistry:
     def expected(self, registered: Mapping[str, HostRecord], now: float) -> set[str]:
         """Returns the hosts that must report their copies before slots are assigned.
 
-        `is_expected` decides this for each host.
+        These are the connected hosts and those that may still connect (`is_expected`).
 
         Args:
             registered: the records of the hosts that the store lists.
@@ -220,12 +220,14 @@ class HostRegistry:
     ) -> bool:
         """Whether one host must report its copies before hosts are assigned to slots.
 
-        True for these hosts, unless they did not report in time before (`leave_out`):
+        False for a host that did not report in time before, until it reports. Otherwise
+        true for these hosts:
 
         * a host that is connected, or whose link ended less than a lease ago;
         * a host that has not connected to this leader and is not known to have ended:
-          for `grace_s` seconds if the store lists it, and for `STRAY_S` seconds if it
-          has a slot in the last assignment.
+          for the grace time given at the start if the store lists it, and for 0.5 s
+          (`STRAY_S`) if it has a slot in the last assignment. Both times begin when
+          this host begins to lead.
 
         Args:
             host: the host.
@@ -250,7 +252,7 @@ class HostRegistry:
 
     @property
     def num_usable(self) -> int:
-        """The number of hosts in `usable`.
+        """The number of hosts that may have a slot.
 
         Counted without making a list, because it is needed whenever a host joins.
         """
@@ -293,7 +295,7 @@ class HostMonitor:
         loop: Loop,
         journal: Journal,
     ) -> None:
-        """Starts without forming the job; `take_over` does so if it is needed."""
+        """Starts without forming the job; call `take_over` to form an old job anew."""
         self._config, self._records, self._rendezvous = config, records, rendezvous
         self._registry, self._loop, self._journal = registry, loop, journal
 
@@ -343,10 +345,12 @@ class HostMonitor:
           copies.
         * If the host has a slot, the job is formed anew: messages to the host were
           lost.
-        * If the job neither waits for hosts nor has yet to begin, the host becomes a
-          spare.
-        * Otherwise the job is formed if the hosts now suffice. In a served job (whose
-          processes the user starts), `tick` does this.
+        * If the job has begun and does not wait for hosts, the host becomes a spare.
+        * If the job waits for hosts, it is formed anew.
+        * If the job has not begun, it is formed once there is a host for each slot.
+
+        In a served job (whose processes the user starts), the last two do not apply:
+        the periodic `tick` forms the job.
         """
         was_there = self._registry.same_process(record)
         if not self._registry.connect(record):
@@ -401,9 +405,9 @@ class HostMonitor:
     def tick(self) -> None:
         """Drops hosts whose link ended a lease ago, and asks unusable hosts again.
 
-        Unusable hosts can have no slot, because they reported so or did not report
-        their copies (`HostRegistry.to_ask_again`). Also forms a served job, whose
-        processes the user starts, once all processes have attached.
+        Called periodically. Unusable hosts can have no slot: they have reported so, or
+        did not report their copies in time. Also forms a served job, whose processes
+        the user starts, once all processes have attached.
         """
         lease_s = self._config.timeouts.lease
         for host in self._registry.overdue(self._loop.now(), lease_s):

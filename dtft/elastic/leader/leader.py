@@ -288,16 +288,16 @@ class Leader:
         The newest commit is exported first if storage lacks it. The job does not end in
         these cases:
 
-        * `code` is `FATAL_INPUT`, and the job has another number of slots than the
-          newest commit. Then this number is excluded, and the job is formed anew with
-          another one (`Scaling.undone`).
+        * The config or other input is to blame (`code` is 2), and the job has another
+          number of slots than the newest commit. Then this number is excluded, and the
+          job is formed anew with another one.
         * The job is served (the user starts its processes). Then the processes get the
           message and are detached; the agents continue and keep the newest commit.
 
         Args:
             message: the reason, for people.
-            code: exit code of the agents; `FATAL_INPUT` blames the config or other
-                input.
+            code: exit code of the agents; 2 (`FATAL_INPUT`) if the config or other
+                input is to blame.
         """
         if not self._seats.ends_by_itself:
             self._journal.say(message)
@@ -311,18 +311,20 @@ class Leader:
             self._shutdown.end("error", message, code=code)
 
     def _give_up(self, decision: RetryDecision) -> None:
-        """Ends the job with an error, whose text is `decision.message`."""
+        """Ends the job with an error; the decision's message is the error's text."""
         self._shutdown.fail(decision.message, self._error_code)
 
     def _on_progress(self, host: str, slot: int, **told: Any) -> None:
         """Records a trainer's progress report; restarts a deadline in two cases.
 
-        * All slots train, and this trainer evaluates or compiles, so it takes no
-          snapshot: the deadline for the next snapshot.
-        * Some trainer has not finished a step since the job was formed, and this
-          trainer evaluates: the deadline for the start. A job that is formed anew after
-          its last step only evaluates, and its trainers report `running` after that.
-          Each batch of the evaluation has a limit of its own.
+        * All slots train, and this trainer evaluates or compiles: the deadline for the
+          next snapshot starts anew, because the trainer takes no snapshot meanwhile.
+        * Not all slots train yet, and this trainer evaluates: the deadline for the
+          start starts anew. A job that is formed anew after its last step evaluates
+          before its trainers report that they train. Each batch of the evaluation has a
+          limit of its own.
+
+        `told` has the fields of `JobProgress`, such as the phase and its seconds.
         """
         self._progress[host] = self._loop.now(), JobProgress(**told)
         rendezvous = self._rendezvous
@@ -332,11 +334,11 @@ class Leader:
             rendezvous.enter("preparing", self._config.timeouts.start)
 
     def _look_for_stuck(self) -> None:
-        """Re-forms the job if a trainer is stuck; looks at most every `LOOK_S` seconds.
+        """Re-forms the job if a trainer is stuck; looks at most once per second.
 
-        The trainers' progress reports show which trainer is stuck (`verdict` in
-        `hang_detection`). Does nothing in a served job (whose processes the user
-        starts), or while the trainers neither start nor train.
+        A trainer is stuck if its phase exceeds its limit, by the trainers' progress
+        reports (`hang_detection`). Does nothing in a served job (whose processes the
+        user starts), or while the trainers neither start nor train.
         """
         rendezvous = self._rendezvous
         now = self._loop.now()
@@ -507,14 +509,15 @@ class Leader:
         return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
 
     def _fails(self, kind: Kind, host: str, **told: Any) -> None:
-        """Records a host's failure, from which `FailureAccount` decides on a retry.
+        """Records a host's failure, which the caller may give as reason of a new round.
 
-        Also keeps the failure in `_newest_failure`, as a reason to form the job anew.
+        A round is an attempt to form the job. The recorded failures decide later
+        whether the job tries to train again.
 
         Args:
-            kind: the kind of failure.
+            kind: the kind of failure, such as "exception" or "exit".
             host: the host.
-            told: further fields of `Failure`.
+            told: further fields of `Failure`, such as the step or the exit code.
         """
         rendezvous = self._rendezvous
         assignment = rendezvous.assignment or rendezvous.previous
@@ -709,7 +712,7 @@ class Leader:
     def _end_if_nobody_can(self) -> None:
         """Ends a job that cannot begin, because no registered host can have a slot.
 
-        Waits `NOBODY_S` seconds first: other hosts may be connecting, and a leader that
+        Waits 2 s first (`NOBODY_S`): other hosts may be connecting, and a leader that
         was suspended learns meanwhile that another host has led. Does not end a job
         with a commit. Does not end the job while the store lists a host that has not
         reported that it can have no slot: this leader may be cut off from that host.
@@ -739,8 +742,8 @@ class Leader:
     def _await_save(self) -> None:
         """Restarts the deadline for the next snapshot while no save is in progress.
 
-        The user's processes of a served job decide when to save. So the deadline must
-        not pass before they begin a save.
+        Used in a served job: the user's processes decide when to save, so the deadline
+        must not pass before they begin a save.
         """
         coordinator = self._rendezvous.coordinator
         if self._rendezvous.phase == "running" and not (

@@ -26,7 +26,7 @@ log is written."""
 
 
 class Leadership:
-    """Begins and ends the leadership of this host, which may lead more than once.
+    """Makes and closes this host's `Leader`; the host may lead more than once.
 
     Used by the event loop.
 
@@ -75,7 +75,7 @@ class Leadership:
     def may_campaign(self) -> bool:
         """Whether this host may try to get the leader key.
 
-        False for three leases after `let_go`.
+        False for three leases after this host has released the key (`let_go`).
         """
         return self._loop.now() >= self._not_before
 
@@ -119,9 +119,9 @@ class Leadership:
         self._on_begun()
 
     def _wait(self, view: View, error: StoreUnavailable) -> None:
-        """Reads the commits again in `RETRY_S` seconds, after the store did not answer.
+        """Reads the commits again in 0.2 s, after the store did not answer.
 
-        After one lease without an answer, releases the leader key instead (`let_go`).
+        After one lease without an answer, releases the leader key instead.
 
         Args:
             view: the newest view of the store (the job's records in it).
@@ -166,7 +166,7 @@ class Leadership:
     def close(self) -> None:
         """Closes `leader`, if this host leads; called when the agent ends.
 
-        Waits at most `FLUSH_S` seconds until the event log is written.
+        Waits at most 1 s (`FLUSH_S`) until the event log is written.
         """
         self._lane.close()
         if self.leader is not None:

@@ -26,9 +26,10 @@ Holders = Mapping[str, Collection[str]]
 
 @dataclass(kw_only=True)
 class ReReplication:
-    """The pushes that make the missing copies of one step, and which of them arrived.
+    """The pushes that make a restored step's missing copies, and which have arrived.
 
-    A push is the slices that one slot sends to another.
+    A push is the slices that one slot sends to another. A push has arrived when its
+    target holds the slices verified.
     """
 
     step: int
@@ -50,7 +51,7 @@ class ReReplication:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that are sent again."""
+        """The number of bytes of all these pushes."""
         return sum(piece.nbytes for push in self.pushes for piece in push.slices)
 
     @property
@@ -64,9 +65,8 @@ class ReReplication:
         Does nothing if `step` is not the restored step.
 
         Raises:
-            Mislabelled: `root`, the digest over all slices of the copy (`push_root` in
-                `dtft.checkpoint.replication.commit`), is not that of the restored
-                slices.
+            Mislabelled: `root`, one digest over all slices of the copy, is not that of
+                the restored slices.
         """
         if step != self.step:
             return
@@ -95,9 +95,9 @@ class ReReplication:
 
         Args:
             wanted: the number of copies that every slice should have.
-            committed: the newer step whose commit has ended the re-replication; 0 if
-                all pushes have arrived.
-            now: the time in seconds, on the clock of `begun`.
+            committed: the step after the restored one whose commit has ended the
+                re-replication; 0 if it ended because all pushes have arrived.
+            now: the time in seconds, on the clock of the restore's time.
         """
         copies = f"{wanted} cop{'ies' if wanted != 1 else 'y'}"
         seconds = f"{now - self.begun:.2f} s"
@@ -123,9 +123,9 @@ def re_replication_of(
 ) -> ReReplication:
     """Computes which pushes make the missing copies of a restored step.
 
-    A push is the slices that one slot sends to another. A push of the placement is sent
-    again, with all its slices, if its target lacks one of them. Assumes that every slot
-    has its own slices again.
+    A push is the slices that one slot sends to another. The placement has the pushes
+    that a snapshot needs. Such a push is made again, with all its slices, if its target
+    lacks one of them. Assumes that every slot has its own slices again.
 
     Args:
         step: the restored step.
@@ -230,8 +230,8 @@ class ReReplicator:
           another attempt to form the job.
 
         Raises:
-            Mislabelled: `root`, one digest over the copy, is not that of the restored
-                slices; see `ReReplication.held`.
+            Mislabelled: `root`, one digest over all slices of the copy, is not that of
+                the restored slices.
         """
         if self._repair is not None and round_ is self._round:
             self._repair.held(step, source, target, root)

@@ -102,7 +102,7 @@ class Records:
 
     @property
     def last_step(self) -> int:
-        """The newest step in `commits`; 0 without a commit."""
+        """The newest step of the known commits; 0 without a commit."""
         return max((commit.step for commit in self.commits), default=0)
 
     def learn(self, commits: Sequence[Commit]) -> None:
@@ -144,8 +144,9 @@ class Records:
     def put(self, label: str, value: Any, name: str, text: str) -> None:
         """Queues the write of `text` to the job's key `name` in the store.
 
-        Calls `on_delayed` if an assignment is not recorded within
-        `ASSIGNMENT_PATIENCE_S` seconds.
+        The write replaces a queued write with the same label. If an assignment is not
+        recorded within 2 s (`ASSIGNMENT_PATIENCE_S`), the delay is reported to the
+        leader; training waits on.
 
         Args:
             label: the kind of the write, such as "stored"; passed to the callbacks.
@@ -162,9 +163,9 @@ class Records:
     def commit(self, commit: Commit) -> None:
         """Queues the write of a commit.
 
-        The callback `on_delayed` is called, so that training goes on, as soon as an
-        attempt to write fails, or after `PATIENCE_S` seconds without an answer of the
-        store. It is called at once if the store is known not to answer (`away`).
+        The delay is reported to the leader, which lets training go on, as soon as an
+        attempt to write fails, or after 0.5 s without an answer of the store
+        (`PATIENCE_S`). It is reported at once if the store is known not to answer.
         """
         self.commits = [commit, *self._recorded][:KEPT_COMMITS]
         self._on_committing(commit.step)
@@ -186,7 +187,7 @@ class Records:
         return _Write(label=label, value=value, number=number, change=change)
 
     def _late(self, write: _Write) -> None:
-        """Calls `on_delayed` for a commit that is still queued; once per commit."""
+        """Reports a delayed commit to the leader, once, unless the store has it."""
         if write not in self._waiting or write.number <= self._told or self._closed:
             return
         self._told = write.number

@@ -272,10 +272,11 @@ def fetches_for(
         host: the fetching host.
 
     Returns:
-        The fields `transfers` and `regions` of the host's order to restore (`prepare`).
-        Whole slices are in `transfers`, named by their keys. If any slice of the host
-        is assembled from pieces, all slices of the host are in `regions`, including
-        those in its own memory, and `transfers` is empty.
+        Two fields of the host's order to restore, each a list with an entry for each
+        sending host. "transfers": the whole slices to fetch, named by their keys.
+        "regions": the parts of old slices from which new slices are assembled. If any
+        slice of the host is assembled from parts, all its slices are in "regions",
+        also those in its own memory, and "transfers" is []. Otherwise "regions" is [].
     """
     if plan.moves_whole(host):
         transfers = transfers_to(plan.transfers_to(host), addresses, host)
@@ -286,7 +287,7 @@ def fetches_for(
 def transfers_to(
     transfers: Sequence[SliceTransfer], addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """Lists the whole slices that one host fetches, by the host that sends them.
+    """Lists the whole slices that one host fetches, grouped by sending host.
 
     Args:
         transfers: the transfers, of which only those to `host` are listed.
@@ -311,7 +312,7 @@ def transfers_to(
 def regions_to(
     plan: RestorePlan, addresses: Mapping[str, str], host: str
 ) -> list[dict]:
-    """Lists the parts of old slices that make up one host's new slices, by sender.
+    """Lists the parts of old slices for one host's new slices, by sending host.
 
     Old slices are those of the restored step, with the layout at its commit; new slices
     are those of the layout in which the job continues.

@@ -125,7 +125,7 @@ class Rendezvous:
         storage: StorageWatch,
         sizes: JobSizes,
     ) -> None:
-        """Starts without forming the job; `form` does that.
+        """Starts in phase "idle"; the first call of `form` begins to form the job.
 
         `send(host, op, **fields)` sends an order to a host.
         """
@@ -194,11 +194,12 @@ class Rendezvous:
         """Begins a round (an attempt to form the job).
 
         Orders the connected hosts to stop training and to report their copies. Once
-        they have reported, `gathered` assigns hosts to slots. Does nothing while the
-        job ends.
+        they have reported, hosts are assigned to slots. Does nothing while the job
+        ends.
 
         Args:
-            *reasons: the causes; a plain text names no host.
+            *reasons: why the job is formed anew, for people. A `RoundReason` also names
+                the hosts that caused it; a plain text names none.
             fatal: whether the failure would repeat with the same processes; all
                 trainers then restart.
         """
@@ -272,8 +273,8 @@ class Rendezvous:
         """Orders the JAX processes to compile the step for meshes that may follow.
 
         These are the meshes after the loss of one host, and the mesh of another number
-        of slots if that is due (`_resize`). Does nothing unless all slots train and
-        processes can compile ahead.
+        of slots if the job is about to change its size. Does nothing unless all slots
+        train and processes can compile ahead.
         """
         round_, old = self.current, self.assignment
         if round_ is None or old is None or not self._can_rehearse:
@@ -298,8 +299,9 @@ class Rendezvous:
     def _can_rehearse(self) -> bool:
         """Whether all slots train, and processes can compile for the next mesh now.
 
-        Processes can compile ahead on CPU only, with hot swaps (processes that outlast
-        a recovery), and only if the same processes may still form another mesh.
+        Processes can compile ahead only on CPU and with hot swaps (processes that
+        outlast a recovery). Processes form at most 16 meshes, one after the other; the
+        result is False while they form the last.
         """
         return (
             self.current is not None
@@ -316,10 +318,12 @@ class Rendezvous:
 
         Returns:
             Whether the job can be formed with `slots` slots now: all these processes
-            have reported that they have compiled, or `timeouts.start` seconds are over.
-            True at once in these cases, in which nothing is compiled ahead:
+            have reported that they have compiled, or the config's limit for the start
+            of trainers is over. True at once in these cases, in which nothing is
+            compiled ahead:
 
-            * The processes cannot compile ahead (`_can_rehearse`).
+            * The processes cannot compile ahead: not all slots train, there is no hot
+              swap, trainers have accelerators, or the processes form their last mesh.
             * There are fewer hosts than slots, or a host that would get a slot has no
               process among the JAX processes.
             * The job has a plan of the planner, which is valid for one number of slots.
@@ -356,16 +360,17 @@ class Rendezvous:
     ) -> None:
         """Handles the report that a host's process has compiled ahead.
 
-        The report counts only for a change of size that waits for it (`rehearse_size`),
-        and only if it is about the next mesh. Other reports are ignored.
+        The report counts only while a change of the job's size waits for it, and only
+        if it is about the mesh of this change. Other reports are ignored.
 
         Args:
             host: the reporting host.
             world: the number of the group of JAX processes (world) for which it
                 compiled.
-            turn: the number of the mesh among those that this group forms, from 0.
-            formations: the meshes for which it compiled. Each is given as the index of
-                each slot's process.
+            turn: the number, among the meshes that this group forms one after the
+                other (from 0), that the mesh for which it compiled would have.
+            formations: the meshes for which it compiled. Each is a list with the
+                process index of each slot.
         """
         is_next = (world, turn) == (self.world.number, self.world.turn + 1)
         if self._resize is not None and is_next:
@@ -388,8 +393,8 @@ class Rendezvous:
     def _after_losses(self, round_: Round, old: SlotAssignment) -> list[list[int]]:
         """Computes which processes would train after the loss of each host with a slot.
 
-        Leaves out a loss after which a slot would have no host with a JAX process, and
-        losses beyond the first `MOST_REHEARSED` slots.
+        Only the hosts of the first 8 slots are considered (`MOST_REHEARSED`). Leaves
+        out a loss after which a slot would have no host with a JAX process.
 
         Args:
             round_: the current attempt to form the job.
@@ -435,10 +440,10 @@ class Rendezvous:
     def ask(self, host: str) -> None:
         """Orders a host to stop training and report the copies in its memory.
 
-        If the host runs JAX's coordination service for all processes, first orders it
-        to declare lost the processes of hosts that were lost, failed or are to leave
-        (`given_up` in `world_plan`). Called for the connected hosts when a round
-        begins, and for a host that connects later.
+        Called for the connected hosts when a round begins, and for a host that connects
+        later. If the host runs JAX's coordination service for all processes, first
+        orders it to declare some processes lost: those of hosts that were lost, failed
+        or are to leave. The other processes can then leave their collectives.
         """
         assert self.current is not None
         ballot, places = self.current.ballot, self._lost_places
@@ -461,14 +466,14 @@ class Rendezvous:
 
     @property
     def slot_of(self) -> Mapping[str, int]:
-        """Host to slot in `assignment`; empty without an assignment."""
+        """Maps each host to its slot in this round; {} before slots are recorded."""
         return self.assignment.slot_of if self.assignment is not None else {}
 
     def _to_reach(self, host: str, round_: Round) -> dict[str, str]:
         """Returns the peers to which a host must try to connect, with their addresses.
 
-        Returns {} unless a network cut between hosts is suspected or known, and in a
-        served job (whose processes the user starts).
+        Returns {} if no network cut between hosts is suspected or known, and always in
+        a served job (whose processes the user starts).
 
         Args:
             host: the host.
@@ -517,7 +522,7 @@ class Rendezvous:
         cases:
 
         * The phase is not "gathering", or an expected report is missing.
-        * Storage is being listed and may still answer in time (`StorageWatch.settled`).
+        * Storage is being listed and may still answer in time.
         * A commit is being recorded, and the store answers.
         """
         round_, registered = self.current, self._records.view.hosts
@@ -545,8 +550,8 @@ class Rendezvous:
     def _set_aside(self, hosts: list[str]) -> list[str]:
         """Returns which of `hosts` get no slot, so that all others reach each other.
 
-        `hosts` are the hosts that could have a slot. The result follows from the pairs
-        of hosts that are known not to reach each other (`Reachability.apart`).
+        `hosts` are the hosts that could have a slot. Uses the pairs of hosts that did
+        not reach each other at their last try; without such a pair the result is [].
         """
         slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
@@ -710,9 +715,11 @@ class Rendezvous:
             self._send(host, "reach", ballot=ballot, reach=reach)
 
     def reached(self, host: str, missed: list[str]) -> None:
-        """Handles a host's answer to `look_for_links`: the peers that it did not reach.
+        """Handles a host's report on its tries to connect again to some peers.
 
-        If two hosts reach each other again, a waiting job is formed anew.
+        `missed` are the peers that it did not reach. After the last of these reports,
+        pairs of hosts that reach each other again are printed, and a job that waits for
+        hosts is formed anew.
         """
         for one, other in self._reach.answered(host, missed):
             self._journal.say(f"{one} and {other} reach each other again")
@@ -798,10 +805,10 @@ class Rendezvous:
         self._record(round_)
 
     def keys(self, host: str, keys: Mapping[str, str]) -> None:
-        """Passes entries of a host's coordination service to the hosts of other slots.
+        """Passes a host's coordination-service entries to the hosts of other slots.
 
-        By these entries JAX processes find each other if each has a coordination
-        service of its own.
+        With hot swaps on CPU, each JAX process has a coordination service of its own.
+        By these entries the processes find each other.
 
         Args:
             host: the host whose service has the entries.
@@ -855,7 +862,7 @@ class Rendezvous:
         )
 
     def _wait_for_storage(self, reasons: tuple[str, ...]) -> None:
-        """Waits `STORAGE_PAUSE_S` seconds, after which storage is listed again.
+        """Waits 5 s, after which storage is listed again.
 
         Called if storage may hold a step to restore, but does not answer, cannot be
         listed, or no longer shows the steps that it had. The job must not start again

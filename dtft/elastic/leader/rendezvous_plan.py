@@ -179,10 +179,10 @@ class Round:
         return list({it.step: it for it in map(Commit.from_json, texts)}.values())
 
     def members(self, world: int) -> dict[str, int]:
-        """Returns the hosts that have reported a process in a world.
+        """Maps each host that has reported a process in a world to its JAX index.
 
-        Maps each of these hosts to the JAX index of its process. A world is a group of
-        JAX processes, identified by the number `world`. Returns {} for `world` 0.
+        A world is a group of JAX processes, identified by the number `world`. Returns
+        {} for `world` 0, which stands for no world.
         """
         told = self.replies.items()
         return {
@@ -469,8 +469,8 @@ def _why_restarted(hosts: Collection[str], world: WorldPlan) -> str:
 def _restarted(round_: Round, assignment: SlotAssignment, world: WorldPlan) -> int:
     """Counts the processes that were started so that the job trains again.
 
-    These are trainers. If one host runs JAX's coordination service for all trainers,
-    the service counts as one more, even if it was kept.
+    Counts the trainers that were not kept. If one host runs JAX's coordination service
+    for all trainers, the service counts as one more, even if it was kept.
 
     Args:
         round_: the attempt to form the job, in which hosts reported kept processes.

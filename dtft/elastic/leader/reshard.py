@@ -27,8 +27,8 @@ class NotPlanned(Exception):
 class ReshardPlans:
     """Plans how the newest commit of one formation is restored on other shardings.
 
-    A formation is an assignment of hosts to slots. Keeps the newest plan, because each
-    host requests its own part of this plan.
+    A formation is an assignment of hosts to slots. A plan has the transfers to all
+    hosts. The newest plan is kept, because each host requests its part separately.
     """
 
     def __init__(self, located: Located | None, layout: Layout | None) -> None:
@@ -72,9 +72,9 @@ class ReshardPlans:
         }
 
     def _settle(self) -> None:
-        """Computes the holders and digests of the newest commit's slices.
+        """Computes which hosts hold the newest commit's slices, and their digests.
 
-        Does nothing if they are computed already.
+        Does nothing if both are computed already.
 
         Raises:
             NotPlanned: the reported digests do not match the commit.
@@ -122,8 +122,9 @@ class ReshardPlans:
             domains: host to its failure domains; near hosts are preferred as senders.
 
         Returns:
-            "step"; "regions": the parts to read, by host; "digests": slice key to
-            digest of the committed slices that are read.
+            "step": the step. "regions": the parts of committed slices to read, a dict
+            for each host that holds them. "digests": for each committed slice that is
+            read, maps its key to its digest.
 
         Raises:
             NotPlanned: the step is not the newest commit, its leaves do not fit the

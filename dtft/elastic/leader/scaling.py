@@ -122,11 +122,13 @@ class Scaling:
 
         `answer` sends the reply:
 
-        * at once, if the request is refused or the job has this number already;
-        * in `trained`, once every slot trains with this number; or, with an error, once
-          the job trains with another number that it will keep;
+        * at once, if the job has this number already; or, with an error, if the job
+          does not train now, cannot have this number or has too few hosts for it;
+        * once every slot trains with this number; or, with an error, once the job
+          trains with another number that it will keep;
         * with an error, at a later request for another number;
-        * in `close`, if this host stops leading before that.
+        * with an error, if this host stops leading before that: the requester must ask
+          the next leader.
         """
         rendezvous, coordinator = self._rendezvous, self._rendezvous.coordinator
         if rendezvous.frozen or coordinator is None or rendezvous.phase != "running":

@@ -32,11 +32,12 @@ ATTACHED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Flush:
-    """A user's process that waits until `step` is committed.
+    """A user's process on `host` that waits until `step` is committed.
 
-    With `store`, the process waits until the step or a later step is in storage. The
-    answer contains `token`, by which the process knows which of its waits has ended.
-    `ballot` identifies the attempt to form the job in which the process asked.
+    If `store` is True, the process waits until the step or a later step is in storage.
+    The answer contains the number `token`, by which the process knows which of its
+    waits has ended. The `ballot`, (leader's term, counter), identifies the attempt to
+    form the job in which the process asked.
     """
 
     ballot: Ballot
@@ -72,8 +73,9 @@ class BetweenRuns:
     def asked(self, answer: Answer) -> None:
         """Handles an export request while no process runs.
 
-        `tick` orders the export once the hosts have reported their copies. `answer`
-        sends the reply to the requester.
+        First makes the hosts report their copies anew; the periodic `tick` then orders
+        the export. If an export is in progress, its end answers this request, too.
+        `answer` sends the reply to the requester.
         """
         round_ = self._rendezvous.current
         self._storage.wanted(self._records.last_step, answer)
@@ -191,9 +193,11 @@ class Requests:
     def wanted(self, host: str, slot: int, step: int, layout: str) -> None:
         """Orders a slot's host to assemble a step in the requested layout.
 
-        If this cannot be done (`NotPlanned`), the order has the error in place of
-        regions and digests. Ignores the request if `host` does not have `slot`.
-        `layout` is the requested mesh and leaves of the state, as JSON.
+        The order names the parts of slices to read, their hosts and their digests. If
+        the step cannot be assembled, for example because it is not the newest commit,
+        the order has an error text in place of these. Ignores the request if `host`
+        does not have `slot`. `layout` is the requested mesh and leaves of the state, as
+        JSON.
         """
         assignment, hosts = self._rendezvous.assignment, self._registry.records
         if assignment is None or assignment.slots[slot] != host:
@@ -262,7 +266,7 @@ class Requests:
         """Handles a recorded commit: answers the processes whose awaited step is safe.
 
         Processes may request the step of this commit on other shardings from now on.
-        While an export is in progress, the answers wait for its end (`_settle`).
+        While an export is in progress, the answers wait for its end.
         """
         coordinator = self._rendezvous.coordinator
         if coordinator is not None and self._rendezvous.assignment is not None:

@@ -61,9 +61,9 @@ class Shutdown:
         """Stops the job; all running trainers end after the same step.
 
         If the job waits for hosts or for storage, or has not begun, it ends once the
-        connected hosts have exported the newest commit, or at once if they cannot. If
-        the job is otherwise being formed and storage has the newest commit, it ends at
-        once.
+        connected hosts have exported the newest commit. It ends at once if they cannot,
+        or if storage has this commit. If the job is otherwise being formed, it ends at
+        once if storage has the newest commit; if not, it first starts the trainers.
         """
         if self._rendezvous.phase in ("idle", "waiting", "storage"):
             self._stop_with_hosts_missing()
@@ -91,7 +91,8 @@ class Shutdown:
     def _stop_with_hosts_missing(self) -> None:
         """Exports the last commit if the remaining hosts hold it; then ends the job.
 
-        Exports nothing if storage has the step. A second call does nothing.
+        The job ends when the export has ended, also if it failed. It ends at once if
+        storage has the step or the hosts cannot export it. A second call does nothing.
         """
         if self._rescuing:
             return
@@ -112,11 +113,11 @@ class Shutdown:
             self._end_with_what_is_stored()
 
     def _as_committed(self, previous: SlotAssignment, layout: Layout) -> SlotAssignment:
-        """Returns the assignment (hosts of the slots) that made the newest commit.
+        """Returns an assignment of hosts to slots that fits the newest commit's mesh.
 
-        Returns `previous` if it has as many slots as `layout` (the commit's mesh).
-        Otherwise the number of slots has changed since the commit, and the returned
-        assignment has the hosts that the commit names.
+        This is `previous`, the last assignment, if it has as many slots as `layout`,
+        which has the commit's mesh. Otherwise the number of slots has changed since the
+        commit, and the result has the hosts that the commit names, in slot order.
         """
         if len(previous.slots) == layout.mesh.num_slots:
             return previous
@@ -147,8 +148,8 @@ class Shutdown:
     def conclude(self) -> None:
         """Ends the job once every slot has finished and storage has the last step.
 
-        Orders the export of that step if storage lacks it. After `EXPORT_FAILURES`
-        failed exports, the job ends with an error.
+        If storage lacks that step, orders its export once the step is committed. After
+        3 failed exports of the step (`EXPORT_FAILURES`), the job ends with an error.
         """
         last, coordinator = self._last_finished, self._rendezvous.coordinator
         if last is None or self._rendezvous.frozen:
@@ -183,8 +184,7 @@ class Shutdown:
         """Whether every slot has finished, and an export runs or must not begin yet.
 
         No export may begin in the pause after a failed export. The result does not stay
-        True for ever: an export has a deadline (`CommitCoordinator.silent_export`), and
-        the pause has a largest length (`StorageHealth`).
+        True for ever: an export has a deadline, and a pause lasts at most 300 s.
         """
         coordinator = self._rendezvous.coordinator
         if coordinator is None or self._last_finished is None:
@@ -221,8 +221,8 @@ class Shutdown:
 
         The result is JSON. Returns "" while any of these holds:
 
-        * At most `RESULT_LEASES` leases have passed since the job's end; while a host
-          is lost, at most `RESULT_LEASES_LOST` leases.
+        * At most 2 leases have passed since the job's end (`RESULT_LEASES`); while a
+          host is lost, at most 12 leases (`RESULT_LEASES_LOST`).
         * The store answers.
         * A host that would miss the result is not connected: a host with a slot, or one
           whose link has just ended.

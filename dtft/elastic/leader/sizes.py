@@ -44,7 +44,7 @@ class JobSizes:
         """Remembers the number of slots that a user has requested, from an assignment.
 
         Every assignment of hosts to slots contains the requested number (0 for none).
-        `asked` returns this number if the store has lost the request.
+        It is used if the store has lost the user's request.
         """
         self._asked_before = assignment.asked_slots
 
@@ -68,11 +68,11 @@ class JobSizes:
     def choose(self, available: int, layout: Layout | None) -> int:
         """Chooses the number of slots for the next assignment of hosts to slots.
 
-        Prefers `wanted`, then smaller allowed numbers, then `committed`; see
-        `choose_slots` in `assignment`. If the number is above `available`, the job
-        waits for hosts. With a `layout`, excludes numbers of slots that `size_for`
-        refuses, because the state or the batch cannot be divided among so many
-        replicas.
+        Prefers the number that a user has requested (else that at the job's start),
+        then the smaller allowed numbers, then that of the newest commit (`choose_slots`
+        in `assignment`). If the result is above `available`, the job waits for hosts.
+        With a `layout`, excludes numbers of slots for which the state or the batch
+        cannot be divided among so many replicas.
 
         Args:
             available: the number of hosts that can be given a slot.
@@ -116,10 +116,10 @@ class JobSizes:
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:
-        """Returns the numbers of slots that `choose` need not check with `size_for`.
+        """Returns the numbers of slots that are not checked when they are chosen.
 
-        These are the number in the layout (`groups`), the number of the newest commit,
-        and the excluded numbers.
+        These are the number with which the state is laid out now (`groups`), the number
+        of the newest commit, and the excluded numbers.
         """
         return {groups.slots, self.committed, *self._unfit}
 
@@ -134,7 +134,8 @@ class JobSizes:
     def failed(self, assignment: SlotAssignment, why: str) -> None:
         """Counts a failed attempt to train with the number of slots of `assignment`.
 
-        After `FAILURES` failures, excludes this number of slots for the reason `why`.
+        After 2 failures (`FAILURES`), excludes this number of slots. `why` is the
+        reason, for people.
         """
         size = len(assignment.slots)
         self._failures[size] = self._failures.get(size, 0) + 1
@@ -151,7 +152,7 @@ class JobSizes:
             self._journal.say(f"the job cannot train on {slots} hosts: {why}")
 
     def why_not(self, slots: int) -> str:
-        """Returns why `give_up` excluded a number of slots; "" if it did not."""
+        """Returns why a number of slots is excluded; "" if it is not."""
         return self._unfit.get(slots, "")
 
     def asked_for(self, size: WantedSize) -> None:

@@ -90,8 +90,8 @@ class StorageHealth:
             now: the time in seconds.
 
         Returns:
-            A message for people at the first, second, fourth, eighth ... failure in a
-            row, else None.
+            A message for people at failure 1, 2, 4, 8 ... since the last success, else
+            None.
         """
         self._begun = None
         self._failures += 1
@@ -122,9 +122,10 @@ class StorageHealth:
         )
 
     def overdue(self, due: int, now: float) -> str | None:
-        """Returns a message if the current export takes `SLOW_S` or longer, else None.
+        """Returns a message if the current export takes 60 s or longer, else None.
 
-        Returns at most one message for each exported step.
+        Returns at most one message for each exported step; None also without a current
+        export.
 
         Args:
             due: another step, whose export is due meanwhile.
@@ -189,18 +190,18 @@ class StorageWatch:
         """The steps that storage holds, in ascending order.
 
         These are the steps in the last listing that succeeded, and those written since
-        that listing began. `trouble` says if storage may hold others by now.
+        that listing began. Storage may hold others by now if listings fail since then.
         """
         return tuple(sorted(self._known | self._written))
 
     @property
     def newest(self) -> int:
-        """The newest step in `steps`; 0 if storage holds none."""
+        """The newest step that storage holds; 0 if it holds none."""
         return max(self.steps, default=0)
 
     @property
     def silent(self) -> bool:
-        """Whether a listing has been unanswered for `PATIENCE_S` seconds."""
+        """Whether storage has not answered a listing for 1 s (`PATIENCE_S`)."""
         since = self._since
         return since is not None and self._loop.now() >= since + PATIENCE_S
 
@@ -208,7 +209,8 @@ class StorageWatch:
     def trouble(self) -> str:
         """Why the steps that storage holds now are not known; "" if they are.
 
-        Storage has not answered for some time (`silent`), or the last listing failed.
+        The reason is that storage has not answered for 1 s, or that the last listing
+        failed.
         """
         if self.silent:
             return f"does not answer within {PATIENCE_S:g} s"
@@ -216,10 +218,10 @@ class StorageWatch:
 
     @property
     def settled(self) -> bool:
-        """Whether `steps` can be used now, without waiting for a listing.
+        """Whether the known steps can be used now, without waiting for a listing.
 
-        True if no listing is in progress, or if storage has not answered for so long
-        that the last listing is used (`silent`).
+        True if no listing is in progress, or if storage has not answered for 1 s. In
+        the second case the steps of the last listing that succeeded are used.
         """
         return self._since is None or self.silent
 
@@ -249,7 +251,10 @@ class StorageWatch:
         self._written.add(step)
 
     def news(self) -> str | None:
-        """Returns a message if `trouble` has changed since the last call, else None."""
+        """Returns a message if storage fails, fails in another way, or answers again.
+
+        Each change is told once: returns None if there was none since the last call.
+        """
         if self.trouble == self._told:
             return None
         self._told = self.trouble

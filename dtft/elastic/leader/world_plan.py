@@ -48,11 +48,11 @@ class WorldPlan:
 
     @property
     def record(self) -> tuple[int, int, int]:
-        """(number, size, turn), as kept in the field `world` of a `SlotAssignment`.
+        """The world's three numbers that every assignment of hosts to slots contains.
 
-        The number identifies the world (group of JAX processes) in the job, the size is
-        its number of process indices, and the turn is the number of its current mesh,
-        from 0.
+        They are (number, size, turn). The number identifies the world (group of JAX
+        processes) in the job, the size is its number of process indices, and the turn
+        is the number of its current mesh, from 0.
         """
         return self.number, self.size, self.turn
 
@@ -109,9 +109,9 @@ def new_world(
         number: identifies the world among all worlds of the job.
         slots: the host of each slot.
         lasts: whether the same processes can form several meshes, one after the other
-            (hot swaps). Then there are `SPARE_PLACES` more indices for spares, and no
-            host gets index 0. JAX's process 0 publishes the devices of all processes
-            once all have connected, and a world with spares is never complete.
+            (hot swaps). Then there are 8 more indices for spares (`SPARE_PLACES`), and
+            no host gets index 0: JAX's process 0 would wait until processes with all
+            indices have connected, which never happens in a world with spares.
         served: whether the first slot's host runs JAX's coordination service for all.
         because: why the processes of the previous world could not be kept.
     >>> new_world(1, ("b", "a"), lasts=True).indices
@@ -146,7 +146,7 @@ def why_restarted(
     Args:
         world: the JAX processes that have trained last.
         swaps: how often these processes have formed a mesh since all slots last
-            trained. From `MOST_SWAPS` (2) on, all trainers restart.
+            trained. From 2 on (`MOST_SWAPS`), all trainers restart.
         lasts: whether processes of this job can form several meshes, one after the
             other (hot swaps).
         fatal: whether the same processes would fail again.

@@ -153,7 +153,7 @@ class Copies:
         return pack_flags(self._shares[holder].of(holder.slot, turn))
 
     def committed(self) -> None:
-        """Frees the copies that were made for former assignments of slots.
+        """Frees the holders of former assignments of slots, with their copies.
 
         Called when a step has been committed since the newest assignment.
         """

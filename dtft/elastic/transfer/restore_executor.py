@@ -135,9 +135,9 @@ def restore_copies(
         nixl: reads from peers that have NIXL too; None: without NIXL.
 
     Returns:
-        The result of `restore_into`: bytes, seconds and digests, or an `error`. If no
-        restore began, because memory could not be allocated or a newer order of the
-        leader has arrived, only `fatal`: the reason in words.
+        The result of `restore_into`: bytes, seconds and digests, or an `error`. If the
+        arena could not be allocated or a newer order of the leader has arrived, only
+        `fatal`: the reason in words.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -400,9 +400,10 @@ def bring(
 
     Args:
         new: the memory of each slice; other slices of the order are not filled.
-        order: `step`, `digests` of committed slices, `epoch` (or both `generation` and
-            `attempt`), `transfers` (whole slices to fetch) and `regions` (pieces of
-            committed slices to copy or fetch).
+        order: `step`, `digests` of committed slices, the number of the order as
+            `epoch` or as `generation` and `attempt`, which peers get with each request,
+            `transfers` (whole slices to fetch) and `regions` (pieces of committed
+            slices to copy or fetch).
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
         chunk_bytes: bytes of a chunk, which has one digest.

@@ -216,10 +216,11 @@ class Cost:
 
     @property
     def share(self) -> float | None:
-        """The extra time of the timed steps, as a fraction of an untimed round's time.
+        """The time that timing costs in a round, as a fraction of an untimed round.
 
-        An untimed round has the same number of steps, each of `step_s` seconds. The
-        fraction is at least 0. None if no untimed step was measured.
+        The cost is how much longer the timed steps took than as many untimed steps. An
+        untimed round has the same number of steps, each of `step_s` seconds. The
+        fraction is at least 0; None if no untimed step was measured.
         """
         if self.step_s is None:
             return None

@@ -105,8 +105,8 @@ class Balancer:
     def prepare(self, batch: Arrays) -> None:
         """Compiles the programs of timed steps; runs none of them.
 
-        Must be called before the first step. No process waits for another one here.
-        `batch` is a batch of `feed`.
+        Must be called before the first step. This function does not wait for other
+        processes. `batch` is a batch of `feed`.
         """
         self._timing.prepare(batch)
 
@@ -123,9 +123,9 @@ class Balancer:
     def _first(self, state: State, batch: Arrays) -> tuple[State, Metrics]:
         """Runs this process's first step.
 
-        Before the step, gathers zeros once in place of times and once in place of
-        shares. This compiles the two gathers, so the times of timed steps do not
-        include the compilation. Returns the new state and the metrics.
+        Before the step, it gathers zeros from all processes, once in place of times and
+        once in place of shares. This compiles both gathers, so no later step includes
+        their compilation. Returns the new state and the metrics.
         """
         for columns in (self._config.probes, len(self._names)):
             self._told(np.zeros((self._num_own, columns)))
@@ -175,11 +175,12 @@ class Balancer:
         return busy_s[: len(self._timed)]
 
     def _told(self, own: np.ndarray) -> np.ndarray:
-        """Gathers values of all replicas from all processes, by `gathered`.
+        """Gathers the values of all replicas from all processes.
 
         `own` has n values for each replica of this process, `[replicas here, n]`.
-        Returns an array `[replicas, devices of a replica, n]`; a device has the values
-        that its process gave.
+        Returns an array `[replicas, devices of a replica, n]`. A replica has one entry
+        for each of its devices: the values that the device's process gave for the
+        replica.
         """
         return gathered(self._train_step.mesh, own)
 

@@ -40,11 +40,11 @@ class SharedGradients:
     """Function that computes gradients and metrics of a batch with uneven shares.
 
     A share is the number of microbatches that a replica takes in a step. The arrays of
-    a batch have room for the largest share of each replica. Of a replica's rows only
-    those of the microbatches in its share are used, from the first row on; the batch
-    array named `row_assignment.COUNTS` has the shares. Layers that normalize over rows
-    normalize within a microbatch, so the shares do not change the results of these
-    layers.
+    a batch have room for the largest share of each replica. A replica uses only its
+    first rows, as many as the microbatches of its share have. The array
+    `microbatch_counts` of the batch (`row_assignment.COUNTS`) has the shares. Layers
+    that normalize over rows normalize within a microbatch, so the shares do not change
+    the results of these layers.
     """
 
     model: FunctionalModel
@@ -101,7 +101,11 @@ class SharedGradients:
 
     @property
     def of_sums(self) -> Any:
-        """A NamedSharding for every leaf of the sums that `local` returns."""
+        """The NamedSharding of every leaf of the sums of each replica (see `local`).
+
+        Dim 0, the replica dim, is divided over the axis `replica`. The further dims of
+        gradients and running statistics are divided like those of the state.
+        """
         own = state_sharding(self.model.abstract, self.mesh)
 
         def rows(sharding: NamedSharding) -> NamedSharding:
@@ -117,7 +121,11 @@ class SharedGradients:
 
     @property
     def of_means(self) -> Any:
-        """A NamedSharding for every leaf of the means that `means` returns."""
+        """The NamedSharding of every leaf of the means over all replicas.
+
+        Gradients are divided like the parameters of the state, running statistics like
+        those of the state. Metrics are whole on every device.
+        """
         own = state_sharding(self.model.abstract, self.mesh)
         return {
             "gradients": own["params"],
@@ -162,9 +170,9 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
         mesh: a mesh from `make_mesh`.
 
     Raises:
-        ValueError: the batch cannot be shared on this mesh, the model keeps arrays
-            beside parameters and running statistics, or the optimizer cannot run on
-            this mesh.
+        ValueError: the batch cannot be divided into microbatches for this mesh, the
+            model keeps arrays other than parameters and running statistics, or the
+            optimizer cannot run on this mesh.
     """
     batch = experiment.data.global_batch
     sharing = sharing_of(experiment.balance, batch, mesh.shape)
@@ -180,10 +188,10 @@ def load_balanced_step(experiment: Experiment, mesh: Mesh) -> TrainStep:
 
 
 def shared_by(train_step: TrainStep) -> SharedGradients:
-    """Returns the `SharedGradients` of a step that `load_balanced_step` has built.
+    """Returns the function that computes the gradients of a load-balanced step.
 
-    It computes the step's gradients. Its fields have the mesh, and the division of the
-    batch into microbatches (`sharing`).
+    `train_step` must be from `load_balanced_step`; else AssertionError. The function
+    has the mesh, and the division of the batch into microbatches, as fields.
     """
     assert isinstance(train_step.gradients, SharedGradients)
     return train_step.gradients
@@ -274,8 +282,9 @@ class SharedFeed(Prepared):
     def _padded(self, rows: range) -> dict[str, np.ndarray]:
         """Reads rows from the source, and pads them with zeros.
 
-        The result has as many rows as a replica's largest share (`Sharing.room`).
-        Returns a map from the name of each column to its array.
+        The result has as many rows as the largest share that a replica may take.
+        Without `rows` all values are zero. Returns a map from the name of each column
+        to its array.
         """
         # A replica without a share reads one row, to get names, shapes and dtypes.
         found = self._source.batch(rows or range(1))
@@ -319,8 +328,8 @@ class TimedStep:
 class Probe:
     """Runs and times steps, each as three programs: local sums, reduction, update.
 
-    The reduction waits for all replicas; the time of the other two is a replica's own.
-    The compiled programs are kept.
+    The reduction waits for all replicas. The other two wait for no other replica, so
+    their times show the speed of each replica. The compiled programs are kept.
     """
 
     def __init__(self, train_step: TrainStep) -> None:
@@ -435,17 +444,18 @@ def own_replicas(mesh: Mesh) -> tuple[int, ...]:
 
 
 def gathered(mesh: Mesh, values: np.ndarray) -> np.ndarray:
-    """Gathers a row of values per replica from all processes.
+    """Gathers n values for each replica from all processes.
 
     All processes must call this function together.
 
     Args:
         mesh: a mesh with the replicas in dim 0.
-        values: one row for each of this process's replicas, `[replicas here, n]`.
+        values: the n values of each of this process's replicas, `[replicas here, n]`.
 
     Returns:
-        float32 `[replicas, devices of a replica, n]`. The row of a device comes from
-        the device's process; the devices of a replica may belong to several processes.
+        float32 `[replicas, devices of a replica, n]`. A replica has one entry for each
+        of its devices: the values that the device's process gave for the replica. The
+        devices of a replica may belong to several processes.
     """
     each = mesh.size // mesh.shape[REPLICA_AXIS]
     place = {replica: row for row, replica in enumerate(own_replicas(mesh))}

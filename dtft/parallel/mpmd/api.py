@@ -206,8 +206,8 @@ class PlacedStep:
     def moved(self, state: State) -> State:
         """Copies a state of another placed step to the devices of this step.
 
-        So a run can change its placement. Both placed steps must have the same loss and
-        optimizer.
+        A run can change its placement in this way. Both placed steps must have the same
+        loss and optimizer.
 
         Raises:
             ValueError: `state` has another tree, shape or dtype than planned, a leaf is

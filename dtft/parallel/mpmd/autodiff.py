@@ -488,7 +488,7 @@ def differentiated(cut: Cut, num_params: int, num_microbatches: int) -> Gradient
 
 @dataclass(kw_only=True)
 class _Users:
-    """The nodes that read each value, and the segments that compute its cotangents."""
+    """The nodes that read each value, and the segments that add to its cotangent."""
 
     by_node: dict[int, dict[int, list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
@@ -658,8 +658,8 @@ class _Differentiation:
         """Returns the keys (names) of the arrays whose sum is the cotangent of a value.
 
         `number` is the value's index in `Cut.variables`. Each node with a backward call
-        for the value makes one of these arrays. The cotangent of the loss is the weight
-        of the microbatch.
+        for the value makes one of these arrays, for each microbatch. For the loss there
+        is one array, the weight of the microbatch.
         """
         if number == self._cut.results[0]:
             return [Key("weight", microbatch=EACH)]

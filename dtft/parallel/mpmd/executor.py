@@ -240,8 +240,9 @@ class Hub:
         """Waits for an array that was sent to a node, and returns the array.
 
         Raises:
-            TimeoutError: the array was not sent before the deadline.
-            InterruptedError: the work of any node has raised an error.
+            TimeoutError: the array was not sent by `deadline`, a time of
+                `time.monotonic()`.
+            InterruptedError: a task of any node has raised an error.
         """
         with self._changed:
             self._changed.wait_for(

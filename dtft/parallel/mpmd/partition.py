@@ -285,10 +285,9 @@ class _Cutting:
         """Groups units (equations) into segments, in an order in which they can run.
 
         A unit is ready when its inputs are computed. Each segment begins with the ready
-        unit whose number in `_changes` is largest, because the longest chain of work on
-        alternating nodes follows it. The segment then takes all units of the same node
-        that can run without waiting for other nodes. Returns for each segment the
-        indices of its units.
+        unit that the most changes of node follow (see `_changes`). The segment then
+        takes all units of the same node that can run without waiting for other nodes.
+        Returns for each segment the indices of its units.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -318,10 +317,11 @@ class _Cutting:
         return sorted(group)
 
     def _changes(self) -> list[int]:
-        """Counts for each unit (equation) the changes of node on the paths from it.
+        """Returns, for each unit (equation), how many changes of node follow it.
 
-        A path goes from each unit to a unit that reads one of its results. Returns for
-        each unit the largest number of changes on a path that begins at the unit.
+        A path leads from a unit to a unit that reads one of its results, and so on. It
+        changes its node where two successive units are on different nodes. A unit's
+        number is the largest number of changes on a path that begins at the unit.
         """
         found = [0] * len(self._units)
         for index in range(len(self._units) - 1, -1, -1):

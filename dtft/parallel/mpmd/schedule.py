@@ -71,7 +71,8 @@ class Key(NamedTuple):
     def at(self, microbatch: int) -> "Key":
         """Returns the name of the array of one microbatch.
 
-        Replaces the placeholder `EACH`; a name without it is returned unchanged.
+        The name's field `microbatch` gets the number `microbatch` if it has the
+        placeholder `EACH`; another name is returned unchanged.
         """
         return self._replace(microbatch=microbatch) if self.microbatch == EACH else self
 
@@ -168,11 +169,11 @@ class Calls:
     """Map from an array's key to the array's bytes, for each array that is sent."""
 
     def then(self, more: "Calls") -> "Calls":
-        """Returns these calls, with the calls `more.end` added at the end.
+        """Returns these calls, followed by those that `more` makes last in a step.
 
-        These are the calls of `more` that are made once, after the last microbatch.
-        Also adds the `num_bytes` (bytes of each array that is sent) of `more`; its
-        other calls are left out.
+        The added calls are made once, after the last microbatch (`more.end`). The
+        result also has the bytes of each array that `more` sends (`num_bytes`). All
+        other calls of `more` are left out.
         """
         return replace(
             self,
@@ -274,10 +275,10 @@ class CallOrder:
     """Expected end of the last forward or backward task, in seconds."""
 
     def without(self, calls: Calls) -> "CallOrder":
-        """Returns the order without the tasks of `calls.end`.
+        """Returns the order without those tasks that `calls` adds to the end of a step.
 
-        These calls are made once, after the last microbatch. For example, without the
-        calls of an optimizer's update a step only computes gradients.
+        These tasks are made once, after the last microbatch (`calls.end`). For example,
+        without the calls of an optimizer's update a step only computes gradients.
         """
         return replace(
             self,
@@ -299,7 +300,8 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
     Args:
         calls: the calls of a step.
         num_microbatches: number of microbatches.
-        seconds: expected seconds of the forward call of each segment.
+        seconds: expected seconds of the forward call of each segment; its backward call
+            is expected to take twice as long.
     """
     starts, finish_s = _Simulation(calls.each, num_microbatches, seconds).run()
     by_node: dict[int, list[Task]] = defaultdict(list)
@@ -319,7 +321,8 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
 class _Simulation:
     """A simulation of all forward and backward tasks, which finds their order.
 
-    Of the calls that can start it always takes the one that can start first.
+    It schedules one call after another: always the one that can start first of those
+    whose inputs are scheduled.
     """
 
     def __init__(
@@ -377,8 +380,8 @@ class _Simulation:
     def _followers(self) -> list[set[int]]:
         """Returns, for each call, which calls may have to wait until it ends.
 
-        Calls are given by their indices. A call is in its own set, because the call's
-        next microbatch waits too.
+        Entry i is the set of the indices of the calls that may wait for call i. A call
+        is in its own set, because the same call for the next microbatch waits too.
         """
         found = [{index} for index in range(len(self._calls))]
         for index, before in enumerate(self._before):
@@ -390,10 +393,11 @@ class _Simulation:
         return found
 
     def _look(self, some: Iterable[int]) -> None:
-        """Recomputes when calls can start for their next microbatch.
+        """Recomputes the earliest starts of calls for their next microbatch.
 
-        `some` has the indices of the calls. A call that cannot start yet, or has no
-        next microbatch, is removed from the calls that `_first` considers.
+        `some` has the indices of the calls. A call that has no next microbatch, or
+        waits for a call without a scheduled time, cannot start: `_first` then does not
+        select it.
         """
         for index in some:
             ready = self._ready(index)

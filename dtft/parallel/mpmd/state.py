@@ -246,8 +246,8 @@ class PlacedFeed:
 
         `before` is the state before the step. `stores` maps a node to a dict from an
         array's name to the array. A leaf keeps its old array if its node has no store
-        in `stores`. A leaf that the optimizer sets to a constant gets a new array of
-        the constant.
+        in `stores`. A leaf that the optimizer sets to a constant gets a new array with
+        this constant.
         """
         old = [
             *jax.tree.leaves(before["params"]),

@@ -230,10 +230,9 @@ class _Making:
         return aval.size * aval.dtype.itemsize
 
     def _end(self, number: Any, node: int) -> Any:
-        """Returns the second entry of a result's pair in `Updating.after`.
+        """Returns the node that stores a result, or the value of a constant result.
 
-        The entry is the node that stores the result, or the value of a result that is a
-        constant.
+        It is the second entry of the result's pair in `Updating.after`.
 
         Args:
             number: number of the result's value, or a literal of the program.

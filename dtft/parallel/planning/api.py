@@ -64,8 +64,8 @@ class RunnablePlan(Plan):
     def of(cls, plan: Plan, decision: Decision | None = None) -> "RunnablePlan":
         """Makes a RunnablePlan with the values of `plan`.
 
-        `decision` is the planner's decision that selected the plan; None if the plan
-        was read from a file.
+        `decision` is the planner's decision that selected the plan, with all
+        candidates; None if the plan was read from a file.
         """
         return cls(**_values(plan), decision=decision)
 
@@ -119,8 +119,8 @@ class RunnablePlan(Plan):
     def diff(self, other: Plan) -> str:
         """Compares the plan with another plan, as text.
 
-        The text lists the differences in settings and shardings, and how many seconds
-        and bytes they cost or save.
+        The text lists the differences in settings and shardings, and in predicted
+        seconds of a step, bytes of a device and collectives.
 
         Raises:
             ValueError: `other` is no plan.
@@ -131,9 +131,10 @@ class RunnablePlan(Plan):
     def why_not(self, **pins: Any) -> str:
         """Compares, as text, with a plan that has other settings, such as `tensor=8`.
 
-        The other plan is the best one with these settings. The text compares seconds
-        and collectives; if that plan does not fit, bytes. If no plan can have the
-        settings, the text says why.
+        The other plan is the best one with these settings. The text compares the
+        seconds of a step and the collectives; if that plan does not fit the memory, it
+        compares the bytes of a device. If no plan can have the settings, the text says
+        why.
 
         Args:
             **pins: the settings, named as the `pins` of `dtft.plan`.
@@ -221,8 +222,8 @@ class RunnablePlan(Plan):
 
         `flax.core.spmd.logical_axis_rules(plan.axis_rules(params).rules)` shards a
         model that was written with logical names. A rule gives a name the same axes in
-        every array. The result's `exceptions` list the arrays that the plan divides in
-        another way.
+        every array. Arrays that the plan divides differently are listed in the result's
+        field `exceptions`.
 
         Args:
             params: the planned parameters, with NNX variables (`nnx.state(model)`) or

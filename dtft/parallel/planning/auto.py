@@ -46,7 +46,7 @@ def asked_of(experiment: Experiment) -> PlannerInputs:
 
     Raises:
         ValueError: the optimizer communicates between replicas, which no plan
-            describes; or the model keeps arrays beside parameters and running
+            describes; or the model keeps arrays other than parameters and running
             statistics.
     """
     if experiment.optim.reduces_itself:
@@ -97,7 +97,7 @@ def automatic(experiment: Experiment, devices: Sequence[Any]) -> Plan:
         ValueError: no plan fits, the planner does not know the device type, devices are
             of several types, hosts have different numbers of devices, the calibration
             is of other devices, the optimizer communicates between replicas, or the
-            model keeps arrays beside parameters and running statistics.
+            model keeps arrays other than parameters and running statistics.
     """
     cluster = Cluster.from_devices(devices)
     if experiment.calibration:

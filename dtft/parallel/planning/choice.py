@@ -59,7 +59,8 @@ class PlanChoice:
     def items(self) -> dict[str, Any]:
         """Checkpoint items that record the choice: the request and the plan.
 
-        The plan is recorded without its alternatives and collectives.
+        The plan is recorded without its alternatives and collectives. If it leaves
+        devices idle, the number of the run's devices is recorded too.
         """
         kept = replace(self.plan, alternatives=(), collectives=())
         known = {"asked": self.asked, "plan": json.loads(kept.to_json())}
@@ -129,7 +130,8 @@ def choose(
         devices: the devices of the run, in mesh order.
         items: the items of the checkpoint from which the run continues; empty in a new
             run.
-        decide: function that makes the plan for `auto`; by default the planner.
+        decide: function from a config and devices to the plan for `auto`; by default
+            the planner.
         formation: a name for this call, under which the processes find the broadcast
             plan. Must differ from the names of earlier calls, as long as this process
             is connected to the same coordination service.
@@ -307,8 +309,8 @@ def _of_file(experiment: Experiment, devices: Sequence[Any]) -> Plan:
     """Reads the plan from the file that a config names.
 
     If the plan was made for another model, optimizer or batch, its prediction does not
-    hold, so `predicted_for` is cleared. `devices` is not used; the function has the
-    signature of `Decide`.
+    hold, so `predicted_for` is cleared. `devices` is not used; the argument makes this
+    function a `Decide`, a function from a config and devices to a plan.
 
     Raises:
         ConfigError: the file cannot be read, or holds no plan.

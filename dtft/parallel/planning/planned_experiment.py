@@ -50,7 +50,7 @@ def planned_train_step(experiment: Experiment, mesh: Mesh, plan: Plan) -> TrainS
     Raises:
         ValueError: the plan cannot be run here, was made for another state, or divides
             the rows of two arrays of the batch over different axes; the model keeps
-            arrays beside parameters and running statistics; or the optimizer
+            arrays other than parameters and running statistics; or the optimizer
             communicates between replicas, which no plan describes.
     """
     check_runnable(plan, "loss", mesh.devices.flat[0].platform)

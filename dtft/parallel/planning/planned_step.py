@@ -44,9 +44,9 @@ from dtft.planner.types import Spec
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """Computes and applies gradients as one plan says.
+    """Computes and applies gradients with the shardings and settings of a plan.
 
-    The plan has the shardings, and settings such as microbatches and ZeRO level.
+    Settings are, for example, the number of microbatches and the ZeRO level.
     """
 
     plan: Plan
@@ -131,9 +131,9 @@ class Update:
     ) -> tuple[Any, Any]:
         """Returns the parameters and the optimizer state after an update.
 
-        With ZeRO level 1 or 2 each device updates the slice of a parameter for which it
+        With ZeRO level 1 or 2 each device updates the part of a parameter for which it
         holds optimizer state; the parameter is gathered afterwards. With other levels
-        each device updates the slice of a parameter that it holds. Optimizer state in
+        each device updates the part of a parameter that it holds. Optimizer state in
         host memory is copied to the device. The output sharding of the jitted step
         places the new state in host memory.
         """
@@ -159,7 +159,7 @@ class Update:
         return from_paths(opt_state, {**leaves, **moved})
 
     def gathered(self, params: Any) -> Any:
-        """Gathers parameters over `fsdp`, without a rule for gradients.
+        """Gathers parameters over `fsdp`, without a rule for their gradients.
 
         For programs that are not differentiated, such as evaluation.
         """
@@ -183,7 +183,11 @@ class Update:
         return prepared
 
     def _changed(self, program: ClosedJaxpr, paths: list[str]) -> ClosedJaxpr:
-        """Adds sharding constraints, ZeRO level 3 gathers and remat blocks to a loss.
+        """Adds the plan's sharding constraints, gathers and remat blocks to a loss.
+
+        Gathers are added with ZeRO level 3. Remat blocks are added for the plan's
+        setting `remat`, and with ZeRO level 3, so that the backward pass gathers
+        parameters again.
 
         Args:
             program: the traced loss, whose first arguments are the parameters.

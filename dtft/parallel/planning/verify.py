@@ -198,8 +198,8 @@ def candidate_of(
 def _excess(found: Sequence[Verified]) -> float:
     """Returns the largest ratio of compiled to predicted bytes on a device.
 
-    The largest over the plans in `found`; plans that failed to compile are left out.
-    Returns 0.0 if all plans failed.
+    Plans of `found` that failed to compile do not count. Returns 0.0 if all plans
+    failed.
     """
     ratios = [
         one.needed_bytes / one.predicted_bytes for one in found if one.needed_bytes
@@ -410,7 +410,8 @@ def _row(one: Verified) -> tuple[str, ...]:
 def _collectives(one: Verified) -> Section:
     """Makes a table of the bytes of a step's collectives, as predicted and as compiled.
 
-    A row has all collectives of one kind, such as all-reduce, over the same axes.
+    A line of the table has all collectives of one kind, such as all-reduce, over the
+    same axes.
     """
     if not isinstance(one.compiled, Compiled):
         return Section(title="Verified: collectives", notes=("nothing was compiled",))

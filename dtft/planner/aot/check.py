@@ -30,18 +30,19 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes that the step needs while it runs.
+        """Bytes that the step needs on one device while it runs.
 
-        These are the arguments, the outputs that do not reuse their buffers, the
-        constants and the temporaries.
+        These are the arguments, the constants, the temporaries, and the outputs that do
+        not reuse the buffer of a donated argument.
         """
         return self.floor + self.temporaries
 
     @property
     def floor(self) -> int:
-        """Bytes of arguments, of outputs that are not aliased, and of constants.
+        """Bytes of all arguments, of outputs with a buffer of their own, and constants.
 
-        A step needs at least these bytes on every backend.
+        Outputs that reuse the buffer of a donated argument are not counted. A step
+        needs at least these bytes on every backend.
         """
         return self.arguments + self.outputs - self.aliased + self.constants
 
@@ -198,13 +199,14 @@ def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
 def agreements(
     predicted: Iterable[Collective], compiled: Compiled
 ) -> tuple[Agreement, ...]:
-    """Compares predicted collectives with the collectives of a compiled program.
+    """Compares the bytes of predicted collectives with those of a compiled program.
 
-    `compare` calls this function with the collectives of a plan, and describes the
-    result: one entry for each kind of collective over the same mesh axes.
+    Returns one entry for each kind of collective over the same mesh axes, the entry
+    with the most bytes first. `compare` does the same for a plan, and describes how
+    widened dtypes and replaced all-reduces are counted.
 
     Args:
-        predicted: the predicted collectives, of a plan or not.
+        predicted: the predicted collectives, such as those of a plan.
         compiled: the compiled program.
     """
     wanted: Counter[_Key] = Counter()

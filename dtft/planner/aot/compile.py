@@ -4,7 +4,7 @@ This process traces and lowers a step over a mesh without devices. The result is
 module of StableHLO with shardings and donations, as `jit` would pass it to XLA. A child
 process with the devices (fake CPU devices, or XLA's GPU compiler) compiles the module
 and returns its collectives and memory. Several children run at a time, at most one per
-core and at most `_MAX_CHILDREN`. A child ends when its parent closes the pipe. A child
+core and at most four in all. A child ends when its parent closes the pipe. A child
 is killed at the deadline, and replaced if the compiler crashes.
 """
 
@@ -195,20 +195,21 @@ class _CompileQueue:
     def start(self, coming: Sequence[tuple[str, int]]) -> None:
         """Starts children before the first candidate is made.
 
-        `coming` has the target and number of devices of each candidate. Starts one
-        child for each entry that equals the first, up to the largest number of
-        children.
+        `coming` has the target and number of devices of each candidate. Looks at its
+        first entries, as many as children may run (one per core, at most four), and
+        starts one child for each of these that equals the first entry.
         """
         for devices in coming[: _num_children()]:
             if devices == coming[0]:
                 self._lanes.append(_Lane(devices, self._end, self._deadline_s))
 
     def add(self, candidate: LoweredStep) -> None:
-        """Gives a candidate to the child with the fewest candidates.
+        """Queues a candidate, and sends it to a child that has fewer than two.
 
         Starts another child first if all children are busy and more are allowed. If
-        every child has two candidates, the candidate waits here, because a candidate
-        cannot move from one child to another.
+        every child has two candidates without a result, the candidate waits in this
+        process, because a sent candidate cannot move to another child. Of several
+        children, the one with the fewest candidates gets it.
         """
         if self._lanes and self._lanes[0].devices != _devices(candidate):
             self.finish()
@@ -275,8 +276,9 @@ class _Lane:
     def collect(self, results: dict[int, Compiled | CompileFailure]) -> None:
         """Adds the results that have arrived to `results`, without waiting.
 
-        The keys are the numbers of the candidates. Replaces the child if it has
-        crashed.
+        A key is the number of a candidate, from 0 in the order in which candidates were
+        added. If the child crashed, its first candidate gets a failure, and a new child
+        gets the others. After the deadline, candidates without an answer get a failure.
         """
         while self._waiting and self.child.has_answer():
             answer = self.child.receive()

@@ -45,7 +45,7 @@ class Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation, which is one line of a computation."""
+    """One operation of a compiled program: one line of the program's text."""
 
     name: str
     opcode: str
@@ -89,7 +89,10 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class HloProgram:
-    """The operations of a compiled program, by the name of their computation."""
+    """The operations of a compiled program, by computation.
+
+    A computation is a function in the program's text, such as the body of a loop.
+    """
 
     computations: Mapping[str, tuple[Operation, ...]]
     entry: str

@@ -52,13 +52,15 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
     devices, because a fork does not have the threads of its parent.
 
     Args:
-        compiled: function that compiles with the given further XLA options, and returns
-            a dict with `text`, `memory` and `seconds`, or the text of an error.
+        compiled: function from further XLA options, by name, to the result of a
+            compilation with them: a dict like that of `Returns`, or the text of an
+            error.
 
     Returns:
-        A dict with `text`, `memory` and `seconds`, made from the files that XLA wrote.
-        If XLA did not write all files, the result of `compiled`, or a text with the
-        exit code if the fork crashed.
+        A dict, made from the files that XLA wrote: `text` is that of the program,
+        `memory` has the bytes of one device (as `assigned` returns them), and `seconds`
+        is the duration. If XLA did not write all files, the result of `compiled`, or a
+        text with the exit code if the fork crashed.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtft-xla-") as name:
@@ -382,7 +384,7 @@ class Child:
             return None
 
     def stop(self) -> str:
-        """Kills the process; returns the end of its output, at most `TAIL` characters.
+        """Kills the process; returns the last 2000 characters of its output.
 
         Returns a text with the exit code if there is no output.
         """

@@ -1,6 +1,6 @@
 """The cluster: devices, links between the devices, and the speeds of both.
 
-* `hardware`: classes of device types and links, and the accuracy of their figures.
+* `hardware`: the figures of a device type and of a link, and their accuracy.
 * `catalog`: devices, links and machines by name, with the sources of their figures.
 * `topology`: `Cluster`, made of pools and levels, read from a shorthand (`64x8xH100`),
   a YAML or JSON file, or JAX's devices.

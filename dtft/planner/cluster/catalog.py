@@ -78,7 +78,8 @@ def _efficiency(name: str, peak: float) -> Efficiency:
     `e0` is the share of the peak that large matmuls reach. The `e0` of the A100 is
     multiplied by a ratio: the share of its peak that the GPU reaches in published
     matmuls, divided by the share that the A100 reaches. Without a published matmul
-    speed of the GPU, the ratio is 1.
+    speed of the GPU, the ratio is 1. `mma_sync` is the speed of kernels that multiply
+    with the instruction of Ampere GPUs, relative to large matmuls; 1 if it is unknown.
 
     Args:
         name: name in the catalog.
@@ -795,9 +796,10 @@ def link(name: str) -> Link:
 def torus_link(of: Machine, size: int) -> Link:
     """Returns the link along a dimension of `size` devices in the torus of a machine.
 
-    The dimension is a closed ring if `size` is a multiple of `of.ring`. Otherwise the
-    link has half the bandwidth, because the devices at both ends of the dimension send
-    in one direction only.
+    The dimension is a closed ring if `size` is a multiple of the number that the
+    machine needs for one (`of.ring`, 4 or 16). Otherwise the link has half the
+    bandwidth, because the devices at both ends of the dimension send in one direction
+    only.
     """
     port = link(of.inside)
     if size % of.ring == 0:

@@ -35,7 +35,7 @@ class Accuracy:
     """Origin of the figures, in one line."""
     errors: Mapping[str, float] = field(default_factory=lambda: dict(UNCALIBRATED))
     """Relative errors of a prediction's terms: `collectives`, and `compute` for all
-    other terms. With these errors of the terms, the interval holds `INTERVAL_SHARE` of
+    other terms. With these errors of the terms, the prediction interval holds 80 % of
     measured step times, and half of the other step times are above the interval."""
     below: float = 1.0
     """Width of the prediction interval below the prediction, relative to the width
@@ -186,7 +186,9 @@ class Efficiency:
 class ProductRate:
     """Peak FLOP/s of matmuls and convolutions of a dtype, and where it comes from.
 
-    The peak is an entry of `DeviceType.peak_flops`, divided by the number of passes.
+    A product of high precision may need several passes: products of a narrower dtype
+    that are summed. The peak is that of one pass (an entry of `DeviceType.peak_flops`),
+    divided by the number of passes.
     """
 
     flops: float
@@ -251,8 +253,8 @@ class DeviceType:
     def peak(self, dtype: str, precision: str = "") -> float:
         """Returns the peak FLOP/s of matmuls and convolutions of a dtype.
 
-        For a dtype without a listed peak, this is the peak of a listed dtype; in the
-        example, of float32 for bfloat16.
+        For a dtype without a listed peak, this is the peak of the listed dtype that the
+        method `rate` selects; in the example, of float32 for bfloat16.
 
         Args:
             dtype: dtype of the operands.
@@ -273,9 +275,9 @@ class DeviceType:
         `computed_in` finds the dtype in which the operands are multiplied, and the
         number of passes. The result is the peak of this dtype in `peak_flops`, divided
         by the number of passes. All formats of float8 share one peak, and so do those
-        of float4. If `peak_flops` lacks the dtype, its substitutes (`_SUBSTITUTES`) are
-        looked up in turn: dtypes in which XLA computes instead, or that are no faster.
-        If these are missing too, the lowest peak in `peak_flops` is used.
+        of float4. If `peak_flops` lacks the dtype, the first of its substitutes that
+        has a peak is used. Substitutes are dtypes in which XLA computes instead, or
+        that are no faster. Without any, the lowest peak in `peak_flops` is used.
 
         Args:
             dtype: dtype of the operands.
@@ -311,7 +313,7 @@ class DeviceType:
         """Describes which peak is used for a dtype that has no listed peak.
 
         Args:
-            rate: a result of `rate` with `listed` false.
+            rate: what the method `rate` returned for a dtype without a listed peak.
 
         >>> device = DeviceType(name="t4", platform="cuda", memory_bytes=1, source="",
         ...     memory_bandwidth=1.0, peak_flops={"float16": 65e12, "float32": 8e12})
@@ -575,9 +577,10 @@ def _mean(low: float, high: float, share: float) -> float:
 
 
 def _between(low: Curve, high: Curve, share: float) -> Curve:
-    """Interpolates two curves: `share` 0 gives `low`, 1 gives `high`.
+    """Interpolates the transfer times of two curves, figure by figure.
 
-    The bandwidth is interpolated in seconds per byte.
+    `share` is the position between both: 0 gives `low`, 1 gives `high`. The bandwidth
+    is interpolated in seconds per byte.
     """
     return Curve(
         latency_s=_mean(low.latency_s, high.latency_s, share),

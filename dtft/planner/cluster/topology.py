@@ -86,7 +86,8 @@ class Pool:
     def trust(self) -> Accuracy:
         """Accuracy of predictions with the pool's figures.
 
-        This is `accuracy`, or without it that of the catalog's figures (`CATALOG`).
+        This is the pool's own `accuracy`. If that is None, it is the accuracy of the
+        catalog's uncalibrated figures (`CATALOG`).
         """
         if self.accuracy is not None:
             return self.accuracy
@@ -431,13 +432,13 @@ def _host_sizes(
 
 
 def _torus(text: str, sizes: list[int], found: Machine) -> tuple[Level, ...]:
-    """Builds a level for each torus dimension, and a level of slices on the network.
+    """Builds the levels of TPUs: a level per torus dimension, and one of TPU slices.
 
-    `text` is the shorthand, `sizes` has its sizes, and `found` is the machine that it
-    names. Slices are TPU slices, each a torus. The smallest dimension is innermost, as
-    the coordinates of Google's slices have ascending sizes and the first coordinate
-    varies fastest. Leaves out levels of size 1. If a chip has several devices, the
-    devices of a chip are the innermost level.
+    A TPU slice is one torus; the network between hosts joins several slices. `text` is
+    the shorthand, `sizes` has its sizes, and `found` is the machine that it names. The
+    smallest dimension is innermost, as the coordinates of Google's TPU slices have
+    ascending sizes and the first coordinate varies fastest. If a chip has several
+    devices, the devices of a chip are the innermost level. Leaves out levels of size 1.
 
     Raises:
         ValueError: the sizes do not fit the machine.
@@ -481,11 +482,12 @@ def _chip(found: Machine, size: int) -> Level:
 def _slices(text: str, number: int, found: Machine) -> tuple[int, list[int]]:
     """Finds the number of TPU slices for `number` devices, and the sizes of a slice.
 
-    There are as few slices as possible, and the sizes of a slice's torus dimensions are
-    as equal as possible.
+    A TPU slice is one torus. There are as few slices as possible, and the sizes of a
+    slice's torus dimensions are as equal as possible. `text` is the shorthand, for
+    errors, and `found` the machine that it names.
 
     Raises:
-        ValueError: the devices do not divide into equal slices.
+        ValueError: the devices do not divide into equal TPU slices.
     """
     slices = -(-number // found.pod)
     if number % slices:
@@ -918,10 +920,12 @@ def _type(device: Any, memory: int) -> DeviceType:
 
 
 def _found_torus(devices: Sequence[Any], machine: catalog.Machine) -> tuple[Level, ...]:
-    """Builds a level for each torus dimension of JAX's devices, and a level of slices.
+    """Builds the levels of TPUs from the coordinates of JAX's devices.
 
-    If chips have several devices, the devices of one chip, which have the same
-    coordinates, are the innermost level. Returns () if a device has no coordinates.
+    These are, innermost first: the devices of one chip (if a chip of `machine` has
+    several), a level for each dimension of the torus, and a level of TPU slices, which
+    the network joins. Levels of size 1 are included. Returns () if a device has no
+    coordinates.
     """
     coordinates = [getattr(device, "coords", None) for device in devices]
     if any(found is None for found in coordinates):

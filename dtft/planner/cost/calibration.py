@@ -28,8 +28,8 @@ from dtft.planner.cost.fitting import CalibrationFit, fit
 SCHEMA = 1
 LEFT_OUT = "runs left out"
 """Key of `Calibration.residuals` for the error on runs that were left out of the fit:
-`INTERVAL_SHARE` of past runs are predicted within this relative error by factors fitted
-to the other runs."""
+80 % of past runs are predicted within this relative error by factors fitted to the
+other runs."""
 HELD_BY_MEDIAN = 1.9
 """Ratio of the size that 80 % of normally distributed errors do not exceed to the
 median size of these errors."""
@@ -62,7 +62,8 @@ class Calibration:
     error."""
     residuals: Mapping[str, float] = field(default_factory=dict)
     """Map from the name of a fit (`matmul`, `memory`, ...) to its median relative
-    error. Also has the key `LEFT_OUT`, if there are past runs."""
+    error. If there are past runs, the key `LEFT_OUT` has the error on runs that were
+    left out of the fit."""
     scales: Mapping[str, float] = field(default_factory=dict)
     """Level 2: map from a term of a prediction, such as `compute`, to its factor fitted
     to past runs."""
@@ -88,17 +89,17 @@ class Calibration:
     def term_errors(self) -> Mapping[str, float]:
         """Relative errors of the terms `compute` and `collectives` (`Accuracy.errors`).
 
-        With past runs, both errors are `residuals[LEFT_OUT]`: 80 % of the runs that
-        were left out of the fit are predicted within this error. In files without it,
-        they are `HELD_BY_MEDIAN` times the median error of the fit to all runs.
+        With past runs, both are the error within which 80 % of the runs that were left
+        out of the fit are predicted (`residuals[LEFT_OUT]`). In files without it, they
+        are 1.9 times the median error of the fit to all runs.
 
-        Without past runs, each error combines two errors (the root of the sum of their
-        squares). The first is `HELD_BY_MEDIAN` times the median error of a fit: for
-        `compute` of the matmuls or the memory, for `collectives` of a kind of
-        collective, whichever is largest. The second is the error for a new program on
-        known devices (`CARRIED_OVER`). If matmuls were not fitted, the error of
-        `compute` is that of the catalog's figures (`UNCALIBRATED`); the same holds for
-        `collectives`.
+        Without past runs, each is the root of the sum of two squared errors. The first
+        error is 1.9 times the median error of a fit, which is about the error that 80 %
+        do not exceed. For `compute` it is the fit of matmuls or that of memory, for
+        `collectives` the fits of the kinds of collectives; the largest counts. The
+        second is the error for a new program on devices whose figures were fitted
+        (`CARRIED_OVER`). If matmuls were not fitted, the error of `compute` is that of
+        the catalog's figures (`UNCALIBRATED`); likewise for `collectives`.
         """
         residuals = self.residuals
         if self.num_runs:
@@ -186,9 +187,10 @@ def _check(calibration: Calibration) -> None:
 
 
 def link_key(link: Link) -> str:
-    """Returns the key of a catalog link: its kind, bandwidth and number of sharers.
+    """Returns the text by which a calibration names a link of the catalog.
 
-    Sharers are the devices that share a port; a number of 1 is left out.
+    It has the link's kind, its bandwidth, and the number of devices that share a port
+    (left out if it is 1).
 
     >>> from dtft.planner.cluster.catalog import link
     >>> link_key(link("ib-400g")), link_key(link("opa-100g-half"))
@@ -267,8 +269,8 @@ def _measured(link: Link, calibration: Calibration) -> Link:
 NUM_FOLDS = 20
 """Largest number of groups of past runs that `left_out_error` leaves out in turn."""
 FEWEST_RUNS = 4
-"""Least number of runs whose largest error is, on average, not exceeded by
-`INTERVAL_SHARE` of new runs."""
+"""Least number of past runs for which, on average, 80 % of new runs do not exceed the
+largest error of the past runs."""
 SPREAD = 0.3
 """Prior standard deviation of the logarithm of a term's factor, in `fit_terms`."""
 
@@ -277,7 +279,8 @@ SPREAD = 0.3
 class PastRun:
     """One training run: the predicted seconds of a step, and the measured seconds.
 
-    `device`, `fabric` and `software` have the form of the fields of `Calibration`.
+    `device` is the device type, `fabric` has the links of the fabric's levels, and
+    `software` the versions; all in the form of the fields of `Calibration`.
     """
 
     device: str
@@ -344,13 +347,13 @@ def fit_terms(runs: Sequence[PastRun]) -> CalibrationFit:
 
 
 def left_out_error(runs: Sequence[PastRun]) -> float:
-    """Estimates the relative error that `INTERVAL_SHARE` of new runs do not exceed.
+    """Estimates the relative error that 80 % of new runs do not exceed.
 
     Each run is predicted with factors (`fit_terms`) that were fitted to other runs; a
-    single run is predicted with the factors 1. The result is the `INTERVAL_SHARE`
-    quantile of |measured / predicted - 1| over the runs. With fewer than `FEWEST_RUNS`
-    runs, the result is the largest error, but at least the error for a new program on
-    known devices (`CARRIED_OVER`).
+    single run is predicted with the factors 1. The result is the 80 % quantile of
+    |measured / predicted - 1| over the runs. With fewer than 4 runs, the result is the
+    largest error, but at least the error for a new program on devices whose figures
+    were fitted (`CARRIED_OVER`).
 
     Raises:
         ValueError: `runs` is empty, or a measured step time is not above 0.

@@ -1,4 +1,4 @@
-"""Seconds of a collective along mesh axes, its sync skew, and its overlapped share.
+"""Seconds of a collective along mesh axes, its sync skew, and the share that is hidden.
 
 The formulas count the latency of hops and the bytes through ports (`Curve`), for each
 algorithm of `dtft.collectives` and for hierarchical algorithms over the levels of the
@@ -232,7 +232,7 @@ def _members(hops: _Hops) -> Any:
 
 
 def _alpha(hops: _Hops) -> float:
-    """Returns the largest latency of the levels, which every message waits for."""
+    """Returns the largest latency of the levels, in seconds; each message takes it."""
     return max(hop.curve.latency_s for hop in hops)
 
 
@@ -409,10 +409,11 @@ def sync_skews_s(groups: DeviceGroups) -> np.ndarray:
 
 
 def hidden(group: DeviceGroup) -> float:
-    """Returns the share (0 to 1) of a prefetched gather that computation hides.
+    """Returns the share (0 to 1) of a prefetched gather's seconds that is hidden.
 
-    A prefetched gather waits for no computation. The share is the smallest of the links
-    of the group's levels (`Link.ahead`), and 0 for one device.
+    A prefetched gather waits for no computation, so computation can hide it. Each link
+    has a measured share (`Link.ahead`). The result is the smallest share of the links
+    of the group's levels, and 0 for one device.
 
     Args:
         group: the devices that communicate, such as a result of `group_of`.

@@ -137,9 +137,10 @@ def shape_factor(
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
     """Returns a matmul's speed relative to one with aligned rows of n and k elements.
 
-    It is 1 if both rows are aligned, otherwise `Efficiency.misaligned`. A row is
-    aligned if its bytes are a multiple of `DeviceType.alignment_bytes`. A shorter row
-    counts as aligned, too, because the tile pads it in any case.
+    It is 1 if both rows are aligned, otherwise a figure of the device between 0 and 1
+    (`Efficiency.misaligned`). A row is aligned if its bytes are a multiple of
+    `DeviceType.alignment_bytes`. A shorter row counts as aligned, too, because the tile
+    pads it in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]
@@ -201,8 +202,9 @@ def matmul_s(
 def convolution_factor(device: DeviceType, columns: Any, depth: Any) -> Any:
     """Computes the time of a convolution relative to a large matmul of equal flops.
 
-    The factor is 1 + `Efficiency.c0` / columns, times `Efficiency.odd` if the number of
-    input channels is odd and above 1.
+    The factor is 1 + c0 / columns: with c0 output channels (`Efficiency.c0`), a
+    convolution takes twice as long as the matmul. It is multiplied by `Efficiency.odd`
+    if the number of input channels is odd and above 1.
 
     Args:
         device: the device type, with its efficiency.
@@ -224,8 +226,8 @@ def element_s(efficiency: Efficiency, primitive: str) -> float:
     """Returns the seconds per operation of a reduction, sort, gather or scatter.
 
     Windows (`reduce_window`, as in max pooling) and their backward pass have figures of
-    their own; other primitives, and windows whose figure is 0, have
-    `Efficiency.simple_s`.
+    their own. Other primitives, and windows whose figure is 0, take as long as an
+    element-wise operation (`Efficiency.simple_s`).
 
     >>> element_s(Efficiency(simple_s=1e-9, window_s=5e-9), "reduce_window_max")
     5e-09
@@ -295,7 +297,8 @@ def elementwise_s(
 def launch_s(device: DeviceType, num_operators: Any) -> Any:
     """Computes the seconds to dispatch a step and launch its operators in sequence.
 
-    These are `Efficiency.dispatch_s`, plus `Efficiency.launch_s` for each operator.
+    These are the seconds to dispatch the step (`Efficiency.dispatch_s`), plus those of
+    a launch (`Efficiency.launch_s`) for each operator.
 
     Args:
         device: the device type, with its efficiency.

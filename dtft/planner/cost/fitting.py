@@ -471,8 +471,9 @@ class PrefetchTime:
 def fit_sync_skew(link: Link, times: Sequence[SyncSkewTime]) -> Link:
     """Fits how long devices of a link wait for each other, by number of devices.
 
-    This sync skew (`Link.meeting`, in seconds) is the median of the measured seconds
-    less the seconds of the collective alone, and at least 0.
+    From each measured time of an all-reduce, subtracts the seconds that the cost model
+    predicts for the all-reduce alone. The sync skew (`Link.meeting`, in seconds) is the
+    median of these differences, and at least 0.
 
     Args:
         link: a link that `fit_link` has fitted.

@@ -21,8 +21,8 @@ from dtft.planner.cluster import CollectiveKind, Link, Pool
 class DeviceGroup:
     """The devices that run a collective together, on the levels of a pool's fabric.
 
-    A level is used if it joins several of these devices, or groups of them. The devices
-    are given by their numbers only: how many each used level joins.
+    A level is used if it joins several of these devices, or groups of them. The object
+    says how many devices or groups each used level joins, not which devices.
     """
 
     sizes: tuple[float, ...]
@@ -50,7 +50,7 @@ class DeviceGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceGroups:
-    """Many device groups as arrays; each row is a `DeviceGroup`."""
+    """Many device groups (`DeviceGroup`) as arrays, with one entry per group."""
 
     sizes: np.ndarray
     """The number of parts that each level joins (`DeviceGroup.sizes`), innermost first;
@@ -59,11 +59,11 @@ class DeviceGroups:
     """Link of each level."""
 
     def alike(self, kind: CollectiveKind) -> np.ndarray:
-        """Numbers the groups: groups with equal numbers use the same levels and curves.
+        """Numbers the groups; equal numbers mean the same levels and transfer times.
 
-        So their seconds are computed together. If the link of a level has measured
-        curves of this kind of collective, such groups also have the same size on the
-        level. The result is int [groups].
+        The seconds of groups with equal numbers can be computed together: they use the
+        same levels. On a level whose link has measured curves of this kind of
+        collective, they also have the same size. The result is int [groups].
         """
         measured = tuple(kind in link.measured for link in self.links)
         if measured not in self._alike:
@@ -142,7 +142,7 @@ def levels_used(
 def members(
     levels: Sequence[int], sizes: np.ndarray, chosen: Sequence[bool]
 ) -> np.ndarray:
-    """Computes the parts that each level joins in a collective's group, on many meshes.
+    """Counts the parts that each level joins in a collective's group, on many meshes.
 
     A group is the devices that run the collective together. The parts of the innermost
     level are devices; the parts of any other level are sets of devices that the level
@@ -189,7 +189,7 @@ def members(
 def _sizes(
     levels: tuple[int, ...], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Computes the parts that each level joins in a collective's group, on one mesh.
+    """Counts the parts that each level joins in a collective's group, on one mesh.
 
     `members` does the same for many meshes, and says what a part is. The number is a
     mean if it differs between the sets of devices that a level joins.
@@ -238,12 +238,13 @@ def _aligned(bounds: Sequence[int], start: int, end: int) -> bool:
 def _counted(
     bounds: Sequence[int], mesh: tuple[int, ...], chosen: tuple[bool, ...]
 ) -> tuple[float, ...]:
-    """Computes the numbers of `members` for a mesh whose axes fill hosts unevenly.
+    """Counts the parts that each level joins, on a mesh whose axes fill hosts unevenly.
 
-    A group here is the devices that a level of the fabric joins, such as a host. For
-    each set of devices that run the collective together, counts on each level the
-    groups that have some of these devices. Uses the set that is in the most groups on
-    the outermost level; of equal sets, the one in the most groups on the next level.
+    `members` counts them for other meshes, and says what a part is. A group here is the
+    devices that a level of the fabric joins, such as a host. For each set of devices
+    that run the collective together, counts on each level the groups that have some of
+    these devices. Uses the set that is in the most groups on the outermost level; of
+    equal sets, the one in the most groups on the next level.
 
     Args:
         bounds: 1, then the number of devices in a group of each level, innermost first.

@@ -94,7 +94,8 @@ class MeshSpeeds:
 
         Args:
             bundle: the collectives.
-            num_bytes: bytes of the whole bundle in a step.
+            num_bytes: bytes of all the bundle's collectives in all executions of a
+                step.
             sizes: sizes of the axes, and the number of microbatches.
         """
         axes = self.axes(bundle)
@@ -187,10 +188,11 @@ def _multiplied(
 
 
 def _across(work: OperatorWork, sizes: Sizes) -> Any:
-    """Computes the number of elements that one device reads with a stride.
+    """Computes the elements that one device reads with a stride for an operator.
 
-    The elements of a matmul's transposed result (`OperatorWork.turned`) count only if a
-    mesh axis divides the contracted dim: XLA then cannot merge matmul and transpose.
+    With a stride means across the order in memory. The elements of a matmul's
+    transposed result (`OperatorWork.turned`) count only if a mesh axis divides the
+    contracted dim: XLA then cannot merge matmul and transpose.
     """
     read = work.strided.at(sizes)
     if work.turned_by:
@@ -258,10 +260,9 @@ def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
 
     Each array is copied to the device and back once per step. The copies add their
     whole time to the step, because they wait for the gradients, which are computed
-    last. Several copies are on the device at once: they occupy the bytes of
-    `NUM_UNDER_WAY` arrays as large as the largest, but at most `MOST_UNDER_WAY` times
-    all offloaded bytes. Arrays below `LEAST_OFFLOADED_BYTES` stay on the device and are
-    not counted.
+    last. Several copies are on the device at once: they occupy the bytes of 16 arrays
+    as large as the largest, but at most 1.25 times all offloaded bytes. Arrays below
+    64 KiB stay on the device and are not counted.
 
     Args:
         link: the link from a device to its host's memory.

@@ -20,10 +20,10 @@ def pipeline_s(stage_s: Any, counts: Any, microbatches: Any, chunks: Any) -> Any
     """Computes the seconds of all microbatches of a step through a pipeline.
 
     The formula is m max t + (sum t - max t) / chunks, for m microbatches that take t
-    seconds on each stage. The second term is the time to fill and drain the pipeline.
-    The formula is the same for all three schedules. It is exact for GPipe, and for the
-    other schedules if all stages take equally long. With unequal stages 1F1B may be
-    faster: stages before the slowest stage run ahead.
+    seconds on each stage. The second summand is the time to fill and drain the
+    pipeline. The formula is the same for all three schedules. It is exact for GPipe,
+    and for the other schedules if all stages take equally long. With unequal stages
+    1F1B may be faster: stages before the slowest stage run ahead.
 
     Args:
         stage_s: seconds of one microbatch, forward and backward, on each kind of stage

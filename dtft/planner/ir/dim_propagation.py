@@ -86,10 +86,10 @@ class Dims:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linked:
-    """What a rule finds for an equation: the dims of its results, and two exceptions.
+    """What a primitive's rule finds for an equation: the dims of its results.
 
-    The exceptions are dims of operands: those that the equation sums over, so that
-    dividing them leaves partial sums, and those that must not be divided.
+    It also has two sets of operand dims: those that the equation sums over (dividing
+    them leaves partial sums), and those that must not be divided.
     """
 
     outputs: tuple[Numbers, ...]
@@ -166,12 +166,14 @@ def dot(case: Case) -> Linked:
 
 
 def _product(case: Case, numbers: Any, groups: Sequence[int] = ()) -> Linked:
-    """Derives the dims of a matmul's result from those of the operands in `case`.
+    """Derives the dims of the result of a plain or ragged matmul from its operands'.
 
     Args:
         case: the equation.
-        numbers: its dimension numbers, as of `dot_general`.
-        groups: positions of dims of the right operand that are not in the result.
+        numbers: its contracted and batch dims, in the form of the `dimension_numbers`
+            of `dot_general`.
+        groups: positions of the dims of the right operand that number the groups of a
+            ragged matmul, and that the result lacks.
     """
     (left_sum, right_sum), (left_batch, right_batch) = numbers
     left, right = case.operands[:2]
@@ -426,8 +428,8 @@ def _alike(case: Case) -> Linked:
 
     This is the rule of elementwise operators, and the default for unknown primitives.
     An operand takes part if its shape is the result's, except for dims of size 1, which
-    are broadcast and not joined. All dims of operands that fit no result must not be
-    divided over devices; `Linked.whole` has them.
+    are broadcast and not joined. An operand that fits no result must not be divided
+    over devices: the result lists its dims as undivided (`Linked.whole`).
     """
     outputs: list[Numbers] = []
     fitting: set[int] = set()

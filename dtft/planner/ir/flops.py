@@ -385,7 +385,8 @@ def attention_dims(params: Mapping[str, Any]) -> tuple[int, int]:
     heads. In all arrays, the first dim has examples and the last dim has features.
 
     Args:
-        params: the primitive's parameters, which have the layout.
+        params: the primitive's parameters; `layout` is 1 if heads come before
+            positions.
     """
     return (2, 1) if params["layout"] == 1 else (1, 2)  # BNTH or BTNH
 

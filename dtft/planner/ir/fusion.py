@@ -136,7 +136,7 @@ def unfused_bytes(graph: Graph) -> dict[int, float]:
 
 
 def relabelled(operator: Operator, index: int) -> int:
-    """Returns the operand that has the same elements as a result of an operator.
+    """Returns the number of the operand that has the same elements as a result.
 
     Of an operator with as many operands as results, such as an optimization barrier,
     this is the operand at the result's position, else the first operand.
@@ -198,7 +198,7 @@ class _Fusion:
         return kept
 
     def _count_consumers(self) -> dict[int, int]:
-        """Counts for each array the kernels, `PRODUCTS` included, that need it."""
+        """Counts for each array the kernels that need it, matmuls included."""
         found: dict[int, set[int]] = defaultdict(set)
         for operator in reversed(self.graph.operators):
             if operator.unread:
@@ -329,7 +329,7 @@ class _Fusion:
     # Kernels.
 
     def kernels(self) -> list[Kernel]:
-        """Lists the kernels, except `PRODUCTS`, in the order of the program."""
+        """Lists the kernels but matmuls, convolutions and custom kernels, in order."""
         found = [
             Kernel(number=number, value=index, reads=self.read_by(operator))
             for number, operator in enumerate(self.graph.operators)
@@ -351,11 +351,11 @@ class _Fusion:
     ) -> None:
         """Marks reductions that another kernel also computes (`Kernel.merged`).
 
-        The large arrays are those that the reduction reads and that have more elements
-        than its result. The other kernel reads or writes all of them, and runs over as
-        many elements. It does not read the reduction's result, and the reduction reads
-        nothing that it writes but large arrays. Reductions that are merged already
-        (`_is_merged`) are skipped.
+        The large arrays of a reduction are the operands that have more elements than
+        its result. Another kernel also computes the reduction if it reads or writes all
+        of these, and its loop runs over as many elements. It must not read the
+        reduction's result. The reduction may read its result only as a large array.
+        Reductions without a kernel of their own (`_is_merged`) are skipped.
 
         Args:
             kernels: the kernels of the program.
@@ -385,9 +385,9 @@ class _Fusion:
     def _size(self, kernel: Kernel) -> int:
         """Returns the number of elements that a kernel's loop runs over.
 
-        For a reduction this is the size of its operand, for a kernel of `CHEAP`
-        operators (such as elementwise ones) that of its result. 0 for all others, such
-        as gathers.
+        For a reduction this is the size of its operand. For a kernel of operators that
+        take little time to compute (`CHEAP`, such as elementwise ones) it is the size
+        of the result. 0 for all others, such as gathers.
         """
         operator = self.graph.operators[kernel.number]
         if operator.kind in CHEAP:
@@ -397,10 +397,11 @@ class _Fusion:
         return 0
 
     def _is_merged(self, kernel: Kernel, readers: Iterable[Kernel]) -> bool:
-        """Decides whether kernels that read the result of a row reduction compute it.
+        """Decides whether a row reduction is part of the kernels that read its result.
 
-        If so, the reduction has no kernel of its own: marks the kernels that compute it
-        (`Kernel.rows`) and returns True.
+        If so, the reduction has no kernel of its own: marks the kernels that also
+        compute the reduction (`Kernel.rows`) and returns True. Only kernels that read
+        or write the same large arrays can do so.
 
         Args:
             kernel: the kernel of the reduction. For any other kernel, the result is

@@ -1,9 +1,9 @@
 """The graph of a training step: values, operators, loops and dims.
 
 The graph is the planner's representation of a program and contains no JAX types.
-`trace` builds it. Dims that must be divided in the same way are one class (`Dim`) with
-one number. The classes are found by propagation through every operator. A sharding
-assigns mesh axes to the numbers.
+`trace` builds it. Dims that must be divided in the same way form one set (`Dim`) with
+one number. The sets are found by propagation through every operator. A sharding assigns
+mesh axes to the numbers.
 """
 
 import math
@@ -27,7 +27,7 @@ OperatorKind = Literal[
     "kernel",
     "opaque",
 ]
-"""Classes of operators with similar cost.
+"""Kinds of operators, by their cost.
 
 `layout` moves bytes or only relabels them (reshape, transpose, slice, concatenate,
 convert). `kernel` is a kernel that XLA does not make, but whose operation count is
@@ -73,7 +73,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     dims: tuple[int, ...]
-    """For each dim of the array, the index of its class in `Graph.dims`."""
+    """For each dim of the array, the index of its set of dims in `Graph.dims`."""
 
     @property
     def size(self) -> int:
@@ -165,12 +165,12 @@ class CountedLoop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dim:
-    """A class of dims of values that are divided in the same way."""
+    """A set of dims, of one or several values, that are divided in the same way."""
 
     sizes: tuple[int, ...]
-    """The distinct sizes of the dims, ascending. A class has several sizes because of
-    reshapes: a merged dim is in the class of the first dim that it is merged from, and
-    a split dim is in the class of the first dim that it is split into."""
+    """The distinct sizes of the dims, ascending. A set has several sizes because of
+    reshapes: a merged dim is in the set of the first dim that it is merged from, and a
+    split dim is in the set of the first dim that it is split into."""
     loop: bool = False
     """Whether a scan slices or stacks arrays along the dim: each iteration needs
     another part of the dim."""
@@ -258,8 +258,8 @@ class Graph:
     def operand_dtype(self, operator: Operator) -> str:
         """Returns the dtype of an operator's first operand; `float32` without operands.
 
-        For a `dot_general` or convolution that contracts dims, returns the wider dtype
-        of both operands, because XLA converts the other operand to it.
+        For a convolution, and for a `dot_general` that contracts dims, returns the
+        wider dtype of both operands, because XLA converts the other operand to it.
         """
         both = operator.inputs[: 2 if any(operator.contracted) else 1]
         dtypes = [self.values[index].dtype for index in both]

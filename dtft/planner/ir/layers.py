@@ -170,8 +170,8 @@ def _parts(
 ) -> Iterator[tuple[int, Part]]:
     """Yields the number and the part of each operator of the forward and backward pass.
 
-    The parts are `first`, `layers` and `last` (`LayerStack`). `forward` and `backward`
-    are the layers of both passes.
+    Part `layers` has the layers of both passes (`forward` and `backward`), `last` the
+    operators between both, and `first` the operators before and after them.
     """
     for number, operator in enumerate(graph.operators):
         if region(operator) == "update":
@@ -307,7 +307,7 @@ def _readers(
     weights: AbstractSet[int],
     parameters: AbstractSet[int],
 ) -> dict[int, frozenset[Part]]:
-    """Finds the parts that read each parameter, as `LayerStack.readers` has them.
+    """Maps each parameter to the parts of the step that read it (`LayerStack.readers`).
 
     An operator that computes weights from a parameter does not count as a reader: the
     parts that read its results count as readers of the parameter.

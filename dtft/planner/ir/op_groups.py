@@ -38,8 +38,8 @@ def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
 def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
     """Maps each value to the values that its operator or loop computes it from.
 
-    Results of operators that `waits` (a mark for each operator number) marks are left
-    out.
+    `waits` says for the number of each operator whether it is marked. Results of marked
+    operators are left out.
     """
     sources: dict[int, list[int]] = {}
 
@@ -284,7 +284,8 @@ def _fused(graph: Graph, index: int, makers: Mapping[int, Operator]) -> set[int]
     """Returns the arrays that XLA reads when it copies value `index` to another layout.
 
     XLA fuses the elementwise operators that compute the value into the copy, and
-    recomputes them for other readers. Expensive functions (`_KEPT`) are not fused.
+    recomputes them for other readers. Expensive functions, such as exp, divisions and
+    square roots, are not fused.
     `makers` has the operator that computes each value.
     """
     size, read, seen, open_ = graph.values[index].size, set[int](), {index}, [index]
@@ -325,10 +326,15 @@ def _readers(
 ) -> list[int] | None:
     """Returns the numbers of the elementwise operators that read a value.
 
-    An operator in `_SAME`, such as a cast, is replaced by the elementwise operators
-    that read its result, or is returned itself if no operator reads its result. Returns
-    None if no operator reads the value. `readers` has the numbers of all operators that
-    read each value.
+    A cast, copy, name or optimization barrier keeps the order of elements. Such a
+    reader is replaced by the elementwise operators that read its result; it is returned
+    itself if no operator reads its result. Other readers are left out, so the list may
+    be empty. Returns None if no operator reads the value at all.
+
+    Args:
+        graph: the program.
+        index: the index of the value.
+        readers: the numbers of all operators that read each value.
     """
     if not readers.get(index):
         return None
@@ -581,8 +587,9 @@ def _roots(dims: tuple[int, ...], alias: Mapping[int, int]) -> tuple[int, ...]:
 def _merged(graph: Graph, operators: list[Operator], total: float) -> OpGroup:
     """Makes one group of operators; the operator with the most bytes represents it.
 
-    `OpGroup.times` is `total`, the bytes that all operators read and write in a step,
-    divided by the bytes of one execution of this operator.
+    The group's cost is that of one execution of this operator, times a number
+    (`OpGroup.times`): `total`, the bytes that all operators read and write in a step,
+    divided by the bytes of that execution.
     """
     largest = max(operators, key=graph.bytes_of)
     own = graph.bytes_of(largest)

@@ -165,7 +165,10 @@ def rematerialized(
 
 @dataclass(frozen=True, kw_only=True)
 class _Blocks:
-    """The arguments `policy` and `joined` of `rematerialized`, for all blocks."""
+    """What holds for all blocks: which results are kept, which equations are joined.
+
+    The fields are the arguments of `rematerialized` with these names.
+    """
 
     policy: Policy
     joined: Callable[[JaxprEqn], bool]
@@ -176,8 +179,8 @@ def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
 
     The body of a scan is one block. The bodies of `jit` and similar calls are cut into
     blocks too, if they have a scan or more than half of the program's operators. A last
-    block that is no body of a scan is wrapped only if `wrap_last`. `asked` has the
-    arguments `policy` and `joined` of `rematerialized`.
+    block that is no body of a scan is wrapped only if `wrap_last`. `asked` says which
+    results a block keeps, and which equations must be in one block.
     """
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)
@@ -247,7 +250,7 @@ def _stretch(
         jaxpr: the program of the equations.
         numbered: the run of equations, with their indices in the program.
         last_use: index of the last equation that reads each variable (`_last_uses`).
-        asked: the arguments `policy` and `joined` of `rematerialized`.
+        asked: which results a block keeps, and which equations must be in one block.
         wrap_last: whether the last block is wrapped, too.
 
     Yields:

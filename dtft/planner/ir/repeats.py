@@ -100,27 +100,31 @@ class Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class RepeatClasses:
-    """The repeated blocks of a program, and which dims and operators are equal in them.
+    """The repeated blocks of a program, and the equal dims and operators in all of it.
 
-    Equal dims have the same position in copies of a block. Equal dims, and operators of
-    equal cost, are one class, which its lowest number represents.
+    Each dim and each operator of the program has a class, given by the lowest number of
+    its members; one without an equal is a class of its own. Dims are equal if they have
+    the same position in two copies of a block. Operators are equal if they have the
+    same primitive, precision, operations, executions, and shapes and dtypes, and the
+    dims of their arrays are equal.
     """
 
     dims: tuple[int, ...]
-    """For each dim of the graph its class: the lowest number of a dim at the same
-    position in an equal layer. No array has two different dims of one class."""
+    """For each dim of the graph its class: the lowest number of the dims at the same
+    position in all copies of its block. No array has two different dims of one
+    class."""
     operators: tuple[int, ...]
-    """For each operator its class: the lowest number of an operator of equal cost. The
+    """For each operator its class: the lowest number of the operators equal to it. The
     costs are equal as long as mesh axes divide all dims of a class in the same way."""
     repeats: tuple[Repeat, ...]
-    """The layers, in the order of the program."""
+    """The repeated blocks (layers), in the order of the program."""
 
 
 def find_repeats(graph: Graph) -> RepeatClasses:
     """Finds the repeated blocks of a program, such as layers.
 
-    Also finds the dims at the same position in copies of a block, and the operators of
-    equal cost.
+    Also finds for every dim and operator of the program those that are equal to it, as
+    `RepeatClasses` describes.
     """
     signatures = _Signatures(graph)
     kinds = np.array([signatures.of(op) for op in graph.operators], np.int64)
@@ -149,7 +153,12 @@ def find_repeats(graph: Graph) -> RepeatClasses:
 
 
 class _Signatures:
-    """A numbering of operators: equal operators on equal shapes have equal numbers."""
+    """Numbers operators by what they compute, in order to find repeated blocks.
+
+    Two operators have one number if they are in the same loop, agree in primitive,
+    precision, operations and executions, have arrays of the same shapes and dtypes, and
+    the same dims of these arrays coincide.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -179,7 +188,7 @@ def _dims(graph: Graph, op: Operator) -> Iterator[int]:
 def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
     """Returns the distances, in operators, between equal `heavy` operators, ascending.
 
-    Each heavy operator is compared with the next `_NEXT` operators equal to it.
+    Counts the distances from each heavy operator to the next 16 that are equal to it.
 
     Args:
         kinds: number of each operator; equal operators have equal numbers.
@@ -256,10 +265,10 @@ class _Classes:
         return _root(self._parent, dim)
 
     def add(self, pairs: Iterable[tuple[int, int]]) -> bool:
-        """Merges the classes of both dims of each pair whose sizes are equal.
+        """Merges the classes of the two dims of each pair, if both have equal sizes.
 
-        If two dims of an array would get one class, merges nothing and returns False.
-        Otherwise returns True.
+        If two dims of an array would get one class, merges nothing at all and returns
+        False. Otherwise returns True.
         """
         parent = self._parent.copy()
         for pair in set(pairs):

@@ -39,7 +39,11 @@ Known = int | Literal
 
 
 class Draft(NamedTuple):
-    """A value whose dims still have temporary numbers (of `dim_propagation.Dims`)."""
+    """A value of the graph while the jaxpr is walked through.
+
+    Its dims have temporary numbers (of `dim_propagation.Dims`); dims that are joined
+    later get one final number.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,9 +52,10 @@ class Draft(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """An operator whose dims still have temporary numbers (of `dim_propagation.Dims`).
+    """An operator of the graph while the jaxpr is walked through.
 
-    It becomes an `Operator`, whose fields have the same names.
+    Its dims have temporary numbers (of `dim_propagation.Dims`). It becomes an
+    `Operator`, whose fields have the same names, once dims have their final numbers.
     """
 
     primitive: str

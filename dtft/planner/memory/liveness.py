@@ -129,8 +129,8 @@ class InMemory:
     def _read_by_matmul(self, index: int) -> int:
         """Finds the value that needs a buffer because a matmul reads the value `index`.
 
-        This is the value itself, unless an operator in `_IN_MATMULS` (a rectifier or a
-        cast) computes it, which XLA may fuse into the matmul:
+        This is the value itself, unless a rectifier (a maximum, minimum or negation) or
+        a cast computes it, which XLA may fuse into the matmul:
 
         * If the operand of the rectifier or cast is computed from a single array of its
           size, all operators between are fused, and this array has the buffer.
@@ -616,10 +616,11 @@ class _Walk:
 
         A fused operator that reads a sum over rows, as in a softmax or its gradient, is
         part of a kernel that works row by row, and reuses no buffer, except in two
-        cases. In the backward pass with `keeps_all`, it reuses a buffer. If it also
-        reads the result of a scatter of equal bytes for the last time, it reuses the
-        buffer of another value, provided that a row has more than `ROW` elements or a
-        mesh axis divides the row's dim.
+        cases. In the backward pass it reuses a buffer if the forward pass saves all
+        values (`keeps_all`, as at ZeRO level 3). If it also reads the result of a
+        scatter of equal bytes for the last time, it reuses the buffer of another value,
+        provided that a row has more than 16384 elements or a mesh axis divides the
+        row's dim.
 
         Args:
             operator: the operator.

@@ -71,10 +71,10 @@ class Timeline:
     def at_level_3(self) -> "Timeline":
         """The timeline of the same program at ZeRO level 3.
 
-        It differs if level 3 runs the step of `dtft.parallel.fsdp` (`gathers`), which
-        keeps other values for the backward pass. It is this object if `gathers` is
-        false, if parts of the program are rematerialized, or if this is the timeline of
-        level 3 already.
+        It differs from this one if level 3 runs another step, that of
+        `dtft.parallel.fsdp` (field `gathers`), which keeps other values for the
+        backward pass. It is this object if `gathers` is false, if parts of the program
+        are rematerialized, or if this is the timeline of level 3 already.
         """
         again = any(operator.again for operator in self.graph.operators)
         if not self.gathers or again or self.below is not None:
@@ -82,10 +82,11 @@ class Timeline:
         return replace(self, below=self)
 
     def root(self, dim: int) -> int:
-        """Returns the dim that represents the given dim in all equal layers (`alias`).
+        """Returns the dim that represents the given dim in all equal layers.
 
-        Returns the given dim itself if no other dim represents it. Dims are given by
-        their index in `Graph.dims`.
+        The arrays of equal layers are counted together, so dims at the same position of
+        equal layers have one representative (map `alias`). Any other dim represents
+        itself. Dims are given by their index in `Graph.dims`.
         """
         return self.alias.get(dim, dim)
 
@@ -143,8 +144,8 @@ class Timeline:
     def of_gradients(self) -> frozenset[int]:
         """The gradients and their parts, by their index in `Graph.values`.
 
-        A part is the value that one iteration of a loop computes of a gradient that the
-        loop stacks.
+        A part belongs to a gradient that a loop stacks, such as that of all layers'
+        weights. It is the value that one iteration computes.
         """
         turns = {
             inner
@@ -241,7 +242,8 @@ class Reread:
 class ReusedBuffer:
     """An array whose buffer another value takes if a mesh axis divides a dim in `rows`.
 
-    `kind` is the array's position in `LivenessTrace.kinds`.
+    `rows` has the dims of rows that are summed, as in a softmax. `kind` is the position
+    of the array's kind in `LivenessTrace.kinds`.
     """
 
     moment: int
@@ -337,10 +339,11 @@ class LivenessTrace:
             self._change(self._kind(event.value), event.value, -1)
 
     def _note_reused(self, event: Event) -> None:
-        """Appends to `reused` the array whose buffer the last allocated value may take.
+        """Records the array whose buffer the value allocated last may take.
 
         Args:
-            event: the event of kind `reuse`, with the array whose buffer is reused.
+            event: the event of kind `reuse`: the array with the buffer, and the dims of
+                which a mesh axis must divide one for the reuse.
         """
         reused = ReusedBuffer(
             moment=self.full[-1],
@@ -352,13 +355,13 @@ class LivenessTrace:
         self._reuses = None
 
     def _follow_gradient(self, event: Event) -> None:
-        """Counts the bytes of a gradient by category (`What`), after an event.
+        """Counts the bytes of a gradient after one of its memory events, by category.
 
         Until a gradient is complete, its category is `kept` if a loop computes it part
-        by part, else `gradient`. From then on it is of category `waiting`, which has no
-        bytes in a step with microbatches: the gradient is then added to a sum. At ZeRO
-        levels 2 and 3, `kept` and `waiting` are divided like the parameter between
-        steps, and `gradient` is not.
+        by part, else `gradient`. From then on its category is `waiting`. In a step with
+        microbatches this category has no bytes, because the gradient is added to a sum.
+        At ZeRO levels 2 and 3, `kept` and `waiting` are divided like the parameter
+        between steps, and `gradient` is not. `What` lists all categories.
         """
         index = event.value
         part_by_part = index in self.timeline.from_loops
@@ -390,17 +393,17 @@ class LivenessTrace:
             self._note_reads(operator, run)
 
     def _note_reads(self, operator: Operator, run: OperatorRun) -> None:
-        """Appends to `rereads` the operands of a matmul that an earlier matmul reads.
+        """Records the operands of a matmul that an earlier matmul has read, too.
 
         XLA shares the gather of an operand between matmuls that run soon after each
         other (its pass `ScheduleAwareCollectiveOpsCSE`): the operand stays gathered for
-        at most `SOON` further matmuls. Matmuls of the forward pass share no gather with
+        at most five further matmuls. Matmuls of the forward pass share no gather with
         each other. Matmuls of the backward pass share gathers with earlier ones of the
         backward pass, and with the last one of the forward pass.
 
         Args:
             operator: the matmul.
-            run: the run of the matmul.
+            run: the matmul's execution in the step.
         """
         if region(operator) == "forward":
             self._reads.clear()
@@ -508,8 +511,8 @@ class PeakModel:
 
         Args:
             trace: the liveness trace of the program.
-            division: which axes divide which dims. `MICRO`, the split of the batch into
-                microbatches, counts as an axis.
+            division: which axes divide which dims. The split of the batch into
+                microbatches counts as an axis (`MICRO`).
         """
         self.trace, self.division = trace, division
         self._graph = trace.timeline.scheduled
@@ -537,15 +540,17 @@ class PeakModel:
         """Returns the object that computes the peak memory on the given meshes.
 
         Args:
-            sizes: map from an axis to an array of its size on each mesh; `MICRO` has
-                the numbers of microbatches.
+            sizes: map from an axis to an array of its size on each mesh. The number of
+                microbatches counts as the size of an axis (`MICRO`).
         """
         return PeakEval(self, sizes)
 
     def _columns(self) -> list[int]:
         """Lists for each kind of array the column of `matrix` that counts its bytes.
 
-        The column is -1 for parts of arguments that microbatches do not divide.
+        A column counts one total. It is -1, which means that the kind is not counted,
+        for the part of an argument for one microbatch if microbatches do not divide the
+        argument.
         """
         found: list[int] = []
         alike: dict[object, int] = {}
@@ -586,8 +591,9 @@ class PeakModel:
     def _copied_rows(self, operator: Instance) -> Iterator[tuple[int, float]]:
         """Yields the copies that a ragged matmul makes of its rows for each group.
 
-        Each copy has a column of `matrix`, and bytes. Axes that divide the rows do not
-        divide the copies, because the rows are gathered.
+        A copy is given by the column of `matrix` that counts it, and its bytes before
+        division by axes. Axes that divide the rows do not divide the copies, because
+        the rows are gathered.
         """
         op, graph = operator.operator, self._graph
         if self.trace.timeline.has_ragged_matmul:
@@ -612,7 +618,8 @@ class PeakModel:
         Args:
             columns: the total (column of `matrix`) of each kind of array; -1 for kinds
                 that are not counted.
-            beside: bytes that the trace does not count (`_beside`).
+            beside: bytes of copies and gathered operands, which the trace does not
+                count, by moment and column.
         """
         into = np.zeros((len(columns), len(self.totals)))
         for kind, total in enumerate(columns):
@@ -634,10 +641,10 @@ class PeakModel:
         return moments
 
     def _shared(self) -> Iterator[tuple[range, int, float]]:
-        """Yields the ranges of moments in which an operand stays gathered for a matmul.
+        """Yields the moments at which an operand stays gathered for a later matmul.
 
-        With each range, yields the column of `matrix` that counts the operand, and the
-        bytes of the operand before division by axes.
+        The moments are a range. With each range, yields the column of `matrix` that
+        counts the operand, and the bytes of the operand before division by axes.
         """
         for reread in self.trace.rereads if any(self._gathers) else ():
             one, other = (self._gathers[instance] for instance in reread.instances)
@@ -657,8 +664,8 @@ class PeakEval:
 
         Args:
             moments: the model of the program, under one division of dims by axes.
-            sizes: map from an axis to an array of its size on each mesh; `MICRO` has
-                the numbers of microbatches.
+            sizes: map from an axis to an array of its size on each mesh. The number of
+                microbatches counts as the size of an axis (`MICRO`).
         """
         self._moments, self._sizes = moments, sizes
         self._trace, self._division = moments.trace, moments.division
@@ -694,10 +701,10 @@ class PeakEval:
     def _sums_divided(self) -> tuple[np.ndarray, np.ndarray]:
         """Peak bytes, and bytes of gradients at that moment, at ZeRO level 1.
 
-        Both arrays have one entry per mesh. `fsdp` divides the sums of gradients over
-        microbatches. No constraint of a plan asks for this, but XLA divides a carried
-        value of a loop like the optimizer state with which the update combines the
-        value.
+        Both arrays have one entry per mesh. The axis `fsdp` divides the sums of
+        gradients over microbatches. No constraint of a plan asks for this: the loop
+        over microbatches carries the sums, and XLA divides them like the optimizer
+        state with which the update combines them.
         """
         return self._fullest(self._shares_divided(("sums",)))
 
@@ -705,20 +712,22 @@ class PeakEval:
     def _divided(self) -> tuple[np.ndarray, np.ndarray]:
         """Peak bytes, and bytes of gradients at that moment, at ZeRO levels 2 and 3.
 
-        Both arrays have one entry per mesh. `fsdp` divides all gradients but those that
-        are still being computed in one piece, not part by part in a loop (category
-        `gradient`).
+        Both arrays have one entry per mesh. The axis `fsdp` divides all gradients but
+        those that are still being computed in one piece. Gradients that a loop computes
+        part by part are divided.
         """
         return self._fullest(self._shares_divided(_OF_GRADIENTS))
 
     def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
-        """Computes `_shares`, with gradients of some categories also divided by `fsdp`.
+        """Computes each device's share of the totals, with gradients divided by ZeRO.
 
-        They are divided like their parameters between steps. The result is float
-        [totals, meshes].
+        A total is a sum of bytes that the same axes divide. Gradients of the given
+        categories are also divided by the axis `fsdp`, like their parameters between
+        steps. The result is float [totals, meshes].
 
         Args:
-            kinds: the categories, such as `sums` (`What` lists them).
+            kinds: the categories, such as `sums`, the sums over microbatches (`What`
+                lists all).
         """
         shares, fsdp = self._shares.copy(), np.asarray(self._sizes[ZERO_AXIS])
         for (kind, _, index), row in self._moments.totals.items():
@@ -739,9 +748,11 @@ class PeakEval:
         """The share of each total that one device has; float [totals, meshes].
 
         A total is a sum of bytes that the same axes divide (`PeakModel.totals`). Its
-        share is 1 divided by the sizes of these axes, with exceptions for some
-        categories (`What`). The shares of `sums` and `part` are 0 on meshes with one
-        microbatch. The share of `waiting` is 0 on meshes with several microbatches.
+        share is 1 divided by the sizes of these axes, with three exceptions. Sums of
+        gradients over microbatches (category `sums`), and parts of arguments for one
+        microbatch (`part`), have share 0 on meshes with one microbatch. Complete
+        gradients that wait for their use (`waiting`) have share 0 on meshes with
+        several.
         """
         sizes, totals = self._sizes, self._moments.totals
         number = np.asarray(sizes[MICRO])

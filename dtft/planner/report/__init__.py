@@ -2,8 +2,8 @@
 
 * `text`: `explain`, the plan as text.
 * `compare`: two plans side by side, and the reasons for their difference in time.
-* `replan`: `why_not`, and the seconds that each pin (a setting that the user has fixed)
-  costs.
+* `replan`: what other settings would cost (`why_not`), and the seconds that each pin (a
+  setting that the user has fixed) costs.
 * `lints`: small changes of the model or batch that would save time or memory.
 * `hardware_sensitivity`: the best plans on changed clusters, such as faster links.
 * `logical_axes`: a plan as Flax's logical axis rules.

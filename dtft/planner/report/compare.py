@@ -22,9 +22,9 @@ _ARRAYS = ("state", "optimizer", "batch")
 
 
 def diff(plan: Plan, other: Plan) -> str:
-    """Compares two plans as text.
+    """Compares two plans as text, with a table for each part of the comparison.
 
-    Differences are the other plan's figure minus this plan's figure.
+    Differences are the figure of `other` minus the figure of `plan`.
     """
     return wording.text(sections(plan, other))
 
@@ -123,7 +123,7 @@ def terms(plan: Plan, other: Plan) -> Section:
 
 
 def _error(plan: Plan, other: Plan) -> float:
-    """Returns the larger of both plans' relative errors of the predicted seconds."""
+    """Returns the larger relative error of the two plans' predicted step seconds."""
     return max(one.prediction.relative_error for one in (plan, other))
 
 
@@ -223,11 +223,11 @@ exceeds this share of the difference."""
 def slower(plan: Plan, other: Plan) -> str:
     """Describes the terms that make the other plan's step longer or shorter.
 
-    A term is a part of a step's seconds, such as compute. For a longer step, names the
-    terms that grow most, until they make up the share `_MOST` of all that grow. Also
-    names the term that shrinks most, if it shrinks by more than the share `_AGAINST` of
-    the difference of the steps. For a shorter step, the reverse. Returns '' if both
-    steps take the same time.
+    A term is a part of a step's seconds, such as compute. If the other step is longer,
+    names the terms that grow most, until they make up 80 % (`_MOST`) of the sum of all
+    that grow. Also names the term that shrinks most, if it shrinks by more than 10 %
+    (`_AGAINST`) of the difference of the two steps. If the other step is shorter,
+    growing and shrinking change places. Returns '' if both steps take the same time.
     """
     total = other.prediction.step_s - plan.prediction.step_s
     if not total:
@@ -276,9 +276,9 @@ def _term(name: str, more_s: float, plan: Plan, other: Plan) -> str:
 def _collectives(plan: Plan, other: Plan) -> str:
     """Describes why the seconds of collectives differ between two plans.
 
-    Names the kind of collective, with its mesh axes, whose seconds grow most. If
-    collectives take no longer in the other plan, names the one whose seconds shrink
-    most. Returns '' if neither plan has collectives.
+    Collectives are summed by kind and mesh axes. Names the sum that grows most from
+    `plan` to `other`, if collectives take longer in `other` as a whole; else the sum
+    that shrinks most. Returns '' if neither plan has collectives.
     """
     name = "collectives"
     grows = other.prediction.terms[name] > plan.prediction.terms[name]
@@ -327,7 +327,8 @@ def _compute(plan: Plan, other: Plan) -> str:
 def _divided(plan: Plan) -> str:
     """Describes the mesh axes that divide the work of a plan; 'nothing' if none does.
 
-    For an axis that divides only a part of the work, adds the share of the work.
+    The work is the operations of matmuls, convolutions and kernels. For an axis that
+    divides less than 99.5 % (`_WHOLE`) of the work, adds the share that it divides.
     """
     whole = [axis for axis, use in plan.axes.items() if use.work >= _WHOLE]
     found = [" x ".join(f"{axis}={plan.mesh[axis]}" for axis in sorted(whole))]

@@ -96,10 +96,11 @@ def _planned(decision: Decision, cluster: Cluster, pins: Mapping[str, Any]) -> P
 def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
     """Returns the faster of two plans for the changed cluster.
 
-    These are `plan` and the best plan with the mesh of the decision, if the latter
-    exists and fits. Some devices of that mesh repeat the work of others. The ranking
-    may choose a mesh without such devices that is up to `search.ranking.IDLE` times as
-    slow. Without this comparison, a faster cluster could then be reported as slower.
+    The one is `plan`, the other the best plan with the mesh that was selected for the
+    unchanged cluster, if such a plan exists and fits. Some devices of this mesh repeat
+    the work of others. The ranking prefers meshes without such devices, even if they
+    are up to 4 times as slow (`IDLE`). Without the comparison, a step on a faster
+    cluster could be reported to take longer.
 
     Args:
         plan: the best plan for the changed cluster.

@@ -42,12 +42,12 @@ def stacked(
 ) -> str:
     """Draws stacked horizontal bars, and a line at the limit.
 
-    A limit above `_FAR` times the longest bar is only mentioned in text, so that the
-    bars stay large.
+    If the limit is more than 4 times (`_FAR`) as long as the longest bar, it is only
+    mentioned in text, so that the bars stay large.
 
     Args:
         rows: for each bar its label, and a map from the name of each term (a piece of
-            the bar) to the term's length.
+            the bar) to the term's length, such as its bytes.
         limit: position of the line, in the unit of the lengths.
         words: text after each bar.
         limit_words: meaning of the limit, for the note below the bars.
@@ -246,7 +246,7 @@ def report_text(sections: Iterable[Section], console: Console | None = None) -> 
 
 
 def lint_section(found: Sequence[Lint]) -> Section:
-    """Tabulates findings of `find_lints`, one per row."""
+    """Tabulates findings on a model or batch (`find_lints`), one per row."""
     return Section(
         title="What a small change would save",
         columns=("kind", "what"),

@@ -100,11 +100,11 @@ def batches(decision: Decision) -> tuple[Nearby, ...]:
 
 
 def _examples_each(question: Workload) -> int:
-    """Returns the number of examples divided by `question.batch_size`.
+    """Returns how many examples each element of the batch's divisible dim stands for.
 
-    `batch_size` is the size of the dim that mesh axes can divide. For a loss that
-    reshapes its 64 examples to 8 x 8, it is 8, and the result is 8. Returns 1 if no
-    reshape splits the examples.
+    The divisible dim is the one that mesh axes can divide (`question.batch_size` is its
+    size). A loss that reshapes its 64 examples to 8 x 8 has a divisible dim of size 8,
+    so the result is 8. Without such a reshape the result is 1.
     """
     each, rest = divmod(question.num_examples, max(1, question.batch_size))
     return 1 if rest else max(1, each)
@@ -113,15 +113,18 @@ def _examples_each(question: Workload) -> int:
 def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
     """Finds the best plan for another batch size.
 
+    Both batch sizes are sizes of the dim that mesh axes can divide. An element of this
+    dim can stand for several examples (`_examples_each`).
+
     Args:
         decision: the decision for the workload's own batch.
-        asked: the workload's `batch_size`.
-        batch: the other batch size, counted as `batch_size` counts.
+        asked: the workload's own batch size.
+        batch: the other batch size.
 
     Returns:
-        The batch size in examples, its best plan in which no device repeats the work of
-        others, and the seconds of a step; None if no mesh for this batch size has the
-        user's pins, or if there is no such plan.
+        The other batch size in examples, its best plan in which no device repeats the
+        work of others, and the seconds of a step; None if no mesh for this batch size
+        has the settings that the user has fixed, or if there is no such plan.
     """
     try:
         best = best_of(
@@ -194,8 +197,8 @@ def batch_text(decision: Decision) -> tuple[str, float]:
 def _fewer_text(decision: Decision) -> str:
     """Describes how many of the devices the plan uses, its mesh and its step's seconds.
 
-    If a plan that uses all devices fits, the text also has the seconds of the fastest
-    one (`_on_all`). The text is for plans that use fewer devices than there are.
+    The text is for plans that use fewer devices than there are. If a plan that uses all
+    devices fits, the text also has the seconds of the fastest such plan.
     """
     plan, there = decision.plan, decision.cluster.num_devices
     used = math.prod(plan.mesh.values())
@@ -231,10 +234,12 @@ def _listed(known: tuple[Nearby, ...]) -> str:
 def alone_text(decision: Decision) -> tuple[str, float]:
     """Describes how many seconds of a step one device alone would save.
 
-    Returns a text and the saved seconds; "" and 0.0 if one device saves nothing or has
-    too little memory. The plan for one device has none of the user's pins. It is not
-    made, and the result is "" and 0.0, if the decision's plan uses one device, or if
-    launches and collectives take less than half (`_SMALL`) of its step.
+    Returns a text and the saved seconds. Both are empty ("" and 0.0) in these cases:
+
+    * One device is not faster, or has too little memory. (The plan for one device keeps
+      none of the settings that the user has fixed.)
+    * The decision's plan uses one device.
+    * Launches and collectives take less than half (`_SMALL`) of the plan's step.
     """
     terms, step_s = decision.plan.prediction.terms, decision.plan.prediction.step_s
     used = math.prod(decision.plan.mesh.values())
@@ -322,8 +327,9 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
 def products(decision: Decision) -> tuple[Lint, ...]:
     """Finds matmuls whose sizes do not suit the device, costliest first.
 
-    The sizes are no multiples of the device's alignment, or fill the device's tiles
-    badly. Findings that cost less than the share `LEAST` of a step are left out.
+    Either a size is no multiple of the device's alignment, or the matmul fills the
+    tiles in which the device multiplies only in part. Findings that cost less than
+    0.5 % (`LEAST`) of a step are left out.
     """
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -354,8 +360,8 @@ def _works(
     """Yields each group of operators, its work on one device, and the axis sizes.
 
     A group has operators of equal cost, or operators that XLA fuses (`OpGroup`). The
-    work is that under the selected plan. The sizes include `MICRO`, the number of
-    microbatches.
+    work is that of one execution under the selected plan. The sizes also have the
+    number of microbatches, as if it were the size of an axis (`MICRO`).
     """
     chosen, candidate = decision.found[decision.plan.knobs.remat], decision.candidate
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
@@ -369,13 +375,15 @@ def _product(
 ) -> Iterable[tuple[str, str, float]]:
     """Yields the findings on the sizes of one group of equal matmuls.
 
-    A finding has the kind of lint, a text, and the wasted seconds per step.
+    A finding has its kind ("alignment": a size is no multiple of the alignment;
+    "tiles": the device's tiles are not filled), a text, and the wasted seconds per
+    step.
 
     Args:
         decision: the decision, with the workload and the device.
         group: the group of matmuls.
         done: the work of a device in one execution.
-        sizes: sizes of the mesh axes and the number of microbatches.
+        sizes: map from a mesh axis to its size; also has the number of microbatches.
     """
     question, device = decision.question, decision.cluster.uniform.device
     dtype = question.graph.operand_dtype(group.operator)
@@ -418,7 +426,7 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
     """Finds attention whose scores are arrays in memory, costliest first.
 
     Returns () for CPU, which has no kernel that keeps scores on the chip. Findings that
-    cost less than the share `LEAST` of a step are left out. The first finding has the
+    cost less than 0.5 % (`LEAST`) of a step are left out. The first finding has the
     seconds and bytes that the best plan without any scores in memory saves.
     """
     question, device = decision.question, decision.cluster.uniform.device
@@ -489,8 +497,9 @@ def _with_fused(lint: Lint, decision: Decision) -> Lint:
 def ragged(decision: Decision) -> tuple[Lint, ...]:
     """Finds ragged matmuls in which XLA multiplies all rows by every group's matrix.
 
+    A ragged matmul (`jax.lax.ragged_dot`) multiplies groups of rows by one matrix each.
     Returns at most one finding, for all of them together; () if there are none, and for
-    platforms for which XLA has ragged matmuls.
+    platforms on which XLA multiplies each group only by its own matrix.
     """
     graph, device = decision.question.graph, decision.cluster.uniform.device
     groups, step_s, cost_s = 1, decision.plan.prediction.step_s, 0.0
@@ -538,10 +547,10 @@ def kernels(decision: Decision) -> tuple[Lint, ...]:
 
 
 def _runs(kernel: str, device: DeviceType) -> bool:
-    """Returns whether an operator runs on a device.
+    """Returns whether a custom kernel runs on a device.
 
-    `kernel` is the operator's primitive. A primitive without an entry in `RUNS_ON` is
-    assumed to run on all devices.
+    `kernel` is the name of its primitive. `RUNS_ON` lists the kernels that need a dtype
+    or platform. A primitive that is not listed is assumed to run on all devices.
     """
     rule = RUNS_ON.get(kernel)
     if rule is None:
@@ -556,9 +565,10 @@ def _runs(kernel: str, device: DeviceType) -> bool:
 def precision(decision: Decision) -> tuple[Lint, ...]:
     """Finds matmuls and convolutions in a dtype for which the device lists no peak.
 
-    Custom kernels, such as cuDNN's attention, count too. The texts say which peak
-    counts instead (`DeviceType.rate`). The finding with the most operations is first.
-    Findings below the share `_SHARE` of the operations are left out.
+    Custom kernels, such as cuDNN's attention, count too. A finding says which peak is
+    used instead, and is for all operators with this peak. The finding with the most
+    operations is first. Findings with less than 1 % (`_SHARE`) of the operations of
+    matmuls, convolutions and kernels are left out.
     """
     question, device = decision.question, decision.cluster.uniform.device
     flops: dict[ProductRate, float] = defaultdict(float)
@@ -646,8 +656,8 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
 
     There is one text per dim, with the reason; the dim with the most flops is first.
     Dims that index examples or positions (of tokens) are left out, because other axes
-    divide them. Dims of at most `parts` elements, dims that a loop slices, and dims
-    with less than `_SHARE` of the flops are left out, too.
+    divide them. Dims of at most `parts` elements and dims that a loop slices are left
+    out, too. So are dims whose operators have less than 1 % (`_SHARE`) of all flops.
 
     Args:
         question: the workload.
@@ -674,7 +684,9 @@ def undivided(question: Workload, parts: int) -> tuple[str, ...]:
 
 
 def undivided_text(question: Workload, parts: int) -> str:
-    """Describes the first four dims of `undivided` in one text; '' if there are none.
+    """Describes up to four dims that `parts` does not divide, in one text.
+
+    These are the dims with the most flops (`undivided`). Returns '' if there are none.
 
     Args:
         question: the workload.
@@ -701,10 +713,10 @@ def _smallest_factor(number: int) -> int:
 def replicated(decision: Decision) -> tuple[Lint, ...]:
     """Finds large parameters and optimizer state that are whole on every device.
 
-    Reports them only if the mesh has axes that could divide them (`_dividing`).
-
-    Arrays below `_LEAST_BYTES`, or below `_SHARE` of the bytes of all parameters (or of
-    all optimizer state), are left out.
+    Reports them only if the mesh has an axis that could divide them: `tensor`, or
+    `fsdp` at a ZeRO level that divides such arrays. Arrays below 1 MiB
+    (`_LEAST_BYTES`), or below 1 % (`_SHARE`) of the bytes of all parameters (or of all
+    optimizer state), are left out.
     """
     question, plan = decision.question, decision.plan
     found: dict[str, list[int]] = defaultdict(list)

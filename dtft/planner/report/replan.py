@@ -1,4 +1,4 @@
-"""Plans a workload again with other pins, for `why_not` and the cost of each pin.
+"""Plans a workload again with other pins, to tell what settings and pins cost.
 
 Pins are settings that the user has fixed. A `Decision` is a selected plan, with its
 workload, cluster, pins and all candidates.
@@ -154,8 +154,8 @@ def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
     The pins replace the decision's pins of the same names. If no plan fits, the result
     is the one that needs the least memory.
 
-    First searches as for any plan (`best_of` with `fewer="if faster"`). If no mesh has
-    the pins, searches again with meshes of fewer devices (`fewer="always"`).
+    First searches as for any plan. If no mesh has the pins, searches again, also among
+    meshes of fewer devices than there are.
 
     Raises:
         ValueError: no mesh has the pins; or only meshes of fewer devices have them, and

@@ -85,7 +85,8 @@ REMAT: Mapping[str, str] = {
 def knobs_in_words(knobs: Knobs) -> tuple[str, ...]:
     """Describes the ZeRO level, the remat policy and the microbatches of a plan.
 
-    Remat and microbatches are left out if they are at their default.
+    Returns one text for each. A remat policy "none" and a single microbatch are left
+    out.
 
     >>> knobs_in_words(Knobs(zero=1))
     ('zero=1: optimizer state is divided along fsdp',)
@@ -245,7 +246,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Returns the rule of thumb of an alternative, such as `fsdp`; `-` for none."""
+    """Returns the rule of thumb that an alternative follows, such as `fsdp`, or `-`."""
     return alternative.name or "-"
 
 
@@ -287,7 +288,7 @@ def step_text(prediction: Prediction) -> str:
 def _end(end_s: float, prediction: Prediction) -> str:
     """Formats the lower or upper end of a prediction's interval, in seconds.
 
-    The text has the same absolute precision as the text of `step_s`.
+    The end is rounded to the same place as the predicted seconds of the step.
     """
     error_s = prediction.relative_error * prediction.step_s
     return seconds(end_s, error_s / end_s if end_s else 0.0)
@@ -393,7 +394,7 @@ def memory(plan: Plan) -> Section:
 def collectives(plan: Plan, num_listed: int = NUM_COLLECTIVES) -> Section:
     """Tabulates the collectives of a step, most bytes first, with their total.
 
-    Equal collectives of several layers share one row (`layers_together`). After the
+    Collectives that differ only in the number of their layer share one row. After the
     first `num_listed` rows, one row sums up all other collectives.
     """
     ranked, error = layers_together(plan.collectives), plan.prediction.relative_error
@@ -499,8 +500,8 @@ def bound(plan: Plan) -> Section:
 def alternatives(plan: Plan) -> Section:
     """Tabulates the best alternatives of the plan and every baseline, by rank.
 
-    There are `NUM_ALTERNATIVES` rows for the best alternatives, and a row for each
-    baseline (a mesh of a common rule of thumb) that is not among them.
+    There are up to 10 rows for the best alternatives (`NUM_ALTERNATIVES`), and a row
+    for each baseline (a mesh of a common rule of thumb) that is not among them.
     """
     rows = [_alternative(plan, place, one) for place, one in shown(plan)]
     columns = ("", "mesh", "knobs", "baseline", "step", "against plan", "memory", "")
@@ -530,8 +531,8 @@ def _left_out(plan: Plan) -> tuple[str, ...]:
 def shown(plan: Plan) -> list[tuple[int, Alternative]]:
     """Selects the alternatives that a table lists, each with its rank from 1.
 
-    These are the first `NUM_ALTERNATIVES`, and the best alternative of each baseline
-    (a mesh of a common rule of thumb, such as data parallelism).
+    These are the first 10 alternatives (`NUM_ALTERNATIVES`), and the best alternative
+    of each baseline (a mesh of a common rule of thumb, such as data parallelism).
     """
     named = {""}
     found = []
@@ -573,7 +574,11 @@ def tied(plan: Plan) -> tuple[Alternative, ...]:
 
 
 def tied_text(plan: Plan) -> str:
-    """Writes a note on how many alternatives may be as fast as the plan (`tied`)."""
+    """Writes a note on how many alternatives may be as fast as the plan.
+
+    They fit in memory, and take no longer than the upper end of the plan's prediction
+    interval.
+    """
     return (
         f"{len(tied(plan))} of {len(plan.alternatives)} alternatives (the best, and "
         f"the baselines) are tied with the plan, "

@@ -96,7 +96,7 @@ def without_scores(question: Workload) -> Workload:
 
 
 def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
-    """Replaces each dim by the dim that represents it in all equal layers."""
+    """Replaces each dim by the dim that stands for it in all equal layers."""
     return frozenset(map(question.root, dims))
 
 
@@ -122,8 +122,9 @@ def group_s(
     Args:
         graph: the program.
         device: the device type.
-        group: the group of operators (`OpGroup`).
-        work: the work of one device in one execution of the group's operator.
+        group: operators of equal cost, or operators that XLA fuses (`OpGroup`).
+        work: the work of one device in one execution of the operator that represents
+            the group.
         sizes: sizes of the mesh axes, and the number of microbatches.
     """
     once_s = computing_s(
@@ -140,16 +141,18 @@ def compute_split(
 ) -> tuple[dict[ComputeKind, float], tuple[ComputeShare, ...]]:
     """Splits the compute seconds of a candidate by kind of work (`ComputeKind`).
 
-    The update is left out.
+    The operators of the optimizer update are left out.
 
     Args:
         search: the search, with the program and the devices.
         candidate: the mesh and the values of the knobs (other settings).
         division: which mesh axes divide which dims.
-        total_s: the candidate's seconds of compute, which the kinds of work add up to.
+        total_s: the candidate's predicted seconds of compute; the kinds of work are
+            scaled to this sum.
 
     Returns:
-        Seconds by kind of work, and the `NUM_DEAREST` operators that take most seconds.
+        Seconds per step by kind of work, and the 5 operators (`NUM_DEAREST`) that take
+        most seconds.
     """
     question, device = search.question, search.pool.device
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
@@ -209,8 +212,8 @@ def _name(
     Args:
         graph: the program.
         group: the group of operators to name.
-        source: map from the index of a value to the argument that it is a copy or a
-            slice of (`sources`).
+        source: map from the index of a value to the index of the program's argument
+            that it is a copy or a part of.
         paths: map from the index of an argument to its path.
         is_attention: whether the operator reads or writes attention scores.
     """

@@ -83,7 +83,8 @@ def unfit_text(
         leanest: the plan that needs the fewest bytes on a device, but does not fit.
         cluster: the cluster that was searched.
         pins: settings that the user has fixed, by name.
-        best: function that plans again with another cluster, other pins or more knobs.
+        best: function that plans again with another cluster, other pins or more knobs,
+            and returns the best plan, or the leanest if none fits.
     """
     over = leanest.memory_bytes - leanest.capacity_bytes
     shown = ", ".join(f"{n} {size(each)}" for n, each in leanest.memory.items() if each)
@@ -143,7 +144,9 @@ def remedies(cluster: Cluster, pins: Mapping[str, Any], best: Best) -> Iterator[
 def _tried(
     best: Best, cluster: Cluster, pins: Mapping[str, Any], what_if: bool
 ) -> Plan | None:
-    """Plans again with `best`; None if the pins cannot be met or no plan fits.
+    """Returns the best plan for a cluster and pins; None if there is none that fits.
+
+    Also returns None if the pins cannot be met.
 
     Args:
         best: function that returns the best plan, or the leanest plan if none fits.
@@ -159,7 +162,7 @@ def _tried(
 
 
 def _larger(pool: Pool) -> Iterator[Pool]:
-    """Yields pools with 2, 4, ... `MOST` times as many devices as a pool.
+    """Yields pools with 2, 4, 8, ... and 64 (`MOST`) times as many devices as a pool.
 
     The outermost level of the fabric then joins more groups. A pool of one device has
     no level: it gets the levels of the catalog's machines with this device. Yields
@@ -202,10 +205,9 @@ all devices divides the batch (details: `MeshRules.fewer`).
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RematVariant:
-    """The candidates with one remat policy, priced.
+    """The candidates with one remat policy, with their predicted time and memory.
 
-    `search` is the object that priced them. `priced` has the candidates with their
-    predicted time and memory.
+    `priced` has the candidates, `search` is the object that made the predictions.
     """
 
     search: PlanSearch
@@ -350,8 +352,8 @@ def _best_of(
         pins: axis sizes and other settings that the user has fixed.
         what_if: searches settings that cannot be run too; see `decide`.
         batch: the batch that meshes must divide.
-        fewer: smaller numbers of devices, whose meshes are searched too. If None, only
-            meshes of all devices are candidates.
+        fewer: smaller numbers of devices, whose meshes are searched too. () searches
+            them only if no mesh of all devices divides the batch, None never.
     """
     pool = cluster.uniform
     runs_on = backend(pool)
@@ -382,9 +384,10 @@ def _best_of(
 def _with_offload(found: Mapping[Remat, RematVariant]) -> dict[Remat, RematVariant]:
     """Adds copies of candidates that keep their optimizer state in host memory.
 
-    Adds them only for candidates of which the copy may be the best plan
-    (`PlanSearch.with_offload`). `found` has the priced candidates of each remat policy;
-    the result has these and the copies.
+    A candidate is copied only if its copy may be the best plan: it does not fit, but
+    fits without its optimizer state, none of its devices repeats the work of others,
+    and its step is shorter than that of the best candidate that fits. `found` has the
+    candidates of each remat policy; the result has these and the copies.
     """
     unfit, _, least = min(map(_first, found.values()))
     best_s = math.inf if unfit else least
@@ -438,8 +441,8 @@ def _written(
 ) -> Plan:
     """Writes the plan of a candidate.
 
-    Marks the plan as not `runnable` if its mesh or knobs cannot be run with its `step=`
-    or `loss=` on the backend of the cluster's devices (`unsupported`).
+    Marks the plan as not `runnable` if its mesh or knobs cannot be run: with the
+    argument that `dtft.plan` got (`step=` or `loss=`), on the cluster's backend.
 
     Args:
         found: the candidates of all priced remat policies, for `Plan.left_out`.
@@ -461,8 +464,9 @@ def _left_out(
     """Returns the fastest candidate with idle devices that is faster than the plan.
 
     The ranking multiplies the seconds of a candidate with idle devices (devices that
-    repeat the work of others) by `IDLE`. So such a candidate may be faster than the
-    plan and rank behind it. Returns () if there is none, or if the plan does not fit.
+    repeat the work of others) by 4 (`IDLE`), so that it may rank behind a slower plan.
+    Only candidates that fit in memory count. Returns () if none of them is faster, or
+    if the plan does not fit.
 
     Args:
         found: the candidates of each priced remat policy.
@@ -481,11 +485,12 @@ def _left_out(
 def _worth(found: Any) -> bool:
     """Returns whether a plan may become better if remat or offload saves memory.
 
-    Returns True if no candidate fits, or if a candidate with the remat policy of the
-    best candidate does not fit, but has a smaller `Priced.worth_s`.
+    Returns True if no candidate fits. Also returns True if a candidate with the remat
+    policy of the best candidate does not fit, but would rank before it by its seconds
+    (`Priced.worth_s`).
 
     Args:
-        found: a `RematVariant` for each remat policy that was priced so far.
+        found: the candidates of each remat policy that was priced so far.
     """
     best = min(found, key=_first)
     priced = best.priced
@@ -501,7 +506,7 @@ take most of the time of planning."""
 def _prices_all(question: Workload, pool: Pool) -> bool:
     """Returns whether remat is priced even if it can save only time, and not memory.
 
-    This is so for programs of at most `_FEW_OPERATORS` operators, and for scanned
+    This is so for programs of at most 512 operators (`_FEW_OPERATORS`), and for scanned
     layers on accelerators. A scan copies what its body saves for the backward pass into
     arrays of all layers, and copies it out again. Computing it again may take less time
     than these copies: on one H200, steps of two transformers with scanned layers took
@@ -514,7 +519,11 @@ def _prices_all(question: Workload, pool: Pool) -> bool:
 
 
 def _first(one: RematVariant) -> tuple[bool, bool, float]:
-    """Returns the sort key (`_order_of`) of the best candidate of a remat policy."""
+    """Returns the sort key of the best candidate with a remat policy.
+
+    The key is that of `_order_of`: better candidates have smaller keys, also if they
+    have different remat policies.
+    """
     return _order_of(one, int(one.priced.ranking[0]))
 
 
@@ -523,11 +532,11 @@ def _order_of(one: RematVariant, at: int) -> tuple[bool, bool, float]:
 
     Candidates that fit in memory are first, ordered by the seconds of a step; for a
     candidate with idle devices (devices that repeat the work of others), the seconds
-    are multiplied by `IDLE`. Candidates that do not fit follow, ordered by bytes on a
-    device. Of these, candidates with idle devices are last.
+    are multiplied by 4 (`IDLE`). Candidates that do not fit follow, ordered by bytes on
+    a device. Of these, candidates with idle devices are last.
 
     Args:
-        one: the remat policy of the candidate.
+        one: the candidates with the remat policy of this candidate.
         at: the index of the candidate in `one.priced`.
     """
     priced = one.priced
@@ -606,10 +615,10 @@ def _priced(
 ) -> dict[Remat, RematVariant]:
     """Prices candidates under the first policy of `order`, and others if worthwhile.
 
-    Another policy is priced only if saving memory may give a better plan (`_worth`), or
-    if remat may also save time (`_prices_all`). Only the candidates with the smallest
-    batch are priced: the requested batch, or if no mesh divides it, the batch that is
-    rounded up least. Returns {} if `space` is empty.
+    Another policy is priced only if saving memory may give a better plan than those
+    priced so far, or if remat may also save time (`_prices_all`). Only the candidates
+    with the smallest batch are priced: the requested batch, or if no mesh divides it,
+    the batch that is rounded up least. Returns {} if `space` is empty.
     """
     if not len(space):
         return {}

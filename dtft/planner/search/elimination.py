@@ -1,8 +1,10 @@
 """Minimises a sum of cost tables over discrete variables exactly, by elimination.
 
-Implements bucket elimination (Dechter, Artificial Intelligence 113, 1999). On a chain
-or a tree, elimination is dynamic programming. On other graphs it is exact as well; its
-time depends on the largest table that the elimination order creates.
+Implements bucket elimination (Dechter, Artificial Intelligence 113, 1999). To eliminate
+a variable, adds up the tables that have it, and replaces them by one table of the least
+sum for each combination of values of the other variables. On a chain or a tree,
+elimination is dynamic programming. On other graphs it is exact as well; its time
+depends on the largest table that the elimination order creates.
 """
 
 import heapq
@@ -192,15 +194,16 @@ def eliminate_each(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Finds the assignment of least cost for every value of one variable.
 
-    Works like `eliminate`, but for all values of `given` in one pass. To solve several
-    problems with tables of equal shapes at once, use a variable `given` whose values
-    are the indices of the problems.
+    Eliminates all variables but this one (`given`), so that one pass serves all of its
+    values. Several problems with tables of equal shapes can be solved at once: `given`
+    is then an additional variable, the index of the problem.
 
     Args:
         sizes: the number of values of each variable.
         tables: the tables whose sum is minimised: pairs of variables and costs.
-        order: every other variable with more than one value, once.
-        given: the variable whose values are all kept.
+        order: every other variable with more than one value, once, in the order of
+            elimination.
+        given: the variable for each of whose values an assignment is found.
 
     Returns:
         Values of all variables, int [values of `given`, variables]; and the costs,
@@ -247,7 +250,7 @@ def _lines(bucket: list[Table], variable: int, values: np.ndarray) -> np.ndarray
     """Adds up tables for every value of one variable, at given values of the others.
 
     Args:
-        bucket: the tables to add up, all with the variable.
+        bucket: the tables to add up; all of them have the variable.
         variable: the variable that takes every value.
         values: values of all variables, one assignment per row; the column of
             `variable` is not read.
@@ -308,13 +311,14 @@ def _substituted(
 ) -> list[int]:
     """Finds the assignment of least cost by back-substitution.
 
-    The variables get their values in the reverse of `order`. So all other variables of
-    a bucket have values before its own variable.
+    The variables get their values in the reverse of `order`: each takes the value for
+    which its bucket has the least sum, given the values of the variables before. These
+    are all other variables of the bucket.
 
     Args:
         sizes: the number of values of each variable.
-        buckets: for each variable of `order`, the tables that were added up to
-            eliminate it.
+        buckets: for each variable of `order` its bucket, the tables that were added up
+            to eliminate it.
         order: the variables in the order of their elimination.
     """
     index: list[Any] = [0] * len(sizes)
@@ -416,7 +420,7 @@ class CostProblem:
     def words(self, variables: Iterable[int]) -> str:
         """Lists the names of variables for an error.
 
-        Lists the first `_SHOWN` names, followed by the number of further variables.
+        Lists the first 8 names (`_SHOWN`), followed by the number of further variables.
         """
         names = [self.name(variable) for variable in variables]
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -437,7 +441,7 @@ class CostProblem:
         )
 
     def factors_of_variables(self) -> list[list[int]]:
-        """Returns for each variable the positions (in `factors`) of factors with it."""
+        """Returns for each variable the factors with it, as positions in `factors`."""
         around: list[list[int]] = [[] for _ in self.sizes]
         for at, factor in enumerate(self.factors):
             for variable in factor.variables:

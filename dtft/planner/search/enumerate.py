@@ -91,8 +91,8 @@ def choices_of(
 ) -> Choices:
     """Returns the axis sizes, microbatches and ZeRO levels to search for a workload.
 
-    The fields `remat`, `memory` and `fewer` keep their defaults, for the caller to
-    replace. Offload is not part of `Choices`.
+    The caller sets the fields for remat policies, memory limit and smaller numbers of
+    devices (`remat`, `memory`, `fewer`), which keep their defaults here.
 
     Args:
         question: the workload of a step.
@@ -173,8 +173,8 @@ def check_offload(pins: Mapping[str, Any], can: Capabilities, pool: Pool) -> Non
 def remats(can: Capabilities, pins: Mapping[str, Any]) -> tuple[Remat, ...]:
     """Returns the remat policies to price, by increasing memory savings and time.
 
-    If the user has fixed the policy in `pins`, and `can` has it, returns only this
-    policy.
+    These are the policies that `can` allows. If the user has fixed one of them in
+    `pins`, returns only this one.
     """
     if pins.get("remat") in can.remat:
         return (pins["remat"],)
@@ -193,10 +193,10 @@ def enumerate_space(choices: Choices, pins: Mapping[str, Any] | None = None) -> 
     """Enumerates all candidates that may be the best, including the baselines.
 
     A candidate is a mesh with a value for every knob (a setting such as the ZeRO
-    level). Leaves out candidates whose axes do not divide the sizes in
-    `Choices.divides`, and candidates without room for their state (`Choices.memory`).
-    Also leaves out orders of the axes on the fabric that are never better than another
-    order (`undominated_orders`).
+    level). Leaves out candidates with an axis that does not divide the array sizes
+    listed for it (`Choices.divides`), and candidates whose state has no room in a
+    device's memory (`Choices.memory`). Also leaves out orders of the axes on the fabric
+    that are never better than another order (`undominated_orders`).
 
     Baselines (meshes of common rules of thumb) stay even without room, unless a pin (a
     value that the user has fixed) rules them out. Their meshes are combined with all
@@ -278,9 +278,12 @@ def _rules(choices: Choices, pins: Mapping[str, Any]) -> MeshRules:
 
 
 def _meshes(rules: MeshRules, pins: Mapping[str, Any]) -> tuple[Meshes, list[Reason]]:
-    """Enumerates meshes, and records how many meshes remain after each rule.
+    """Enumerates meshes, and counts how many meshes remain after each rule.
 
-    Returns the meshes and the records.
+    The rules are allowed sizes and pins, then that the mesh divides the batch. If no
+    mesh of all devices divides it into two or more parts, meshes with a rounded-up
+    batch or of fewer devices are added. Returns the meshes, and for each rule its text
+    and counts.
     """
     num_devices, batch = rules.num_devices, rules.batch
     num = num_factorisations(num_devices, len(rules.divides))
@@ -407,7 +410,9 @@ def _sizes(columns: _Columns) -> np.ndarray:
 def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
     """Finds the rule of thumb (baseline) that each candidate follows; int [candidates].
 
-    The numbers are positions in `BASELINES`, 0 for no baseline.
+    A baseline is given by its number (position in `BASELINES`); 0 for none. A candidate
+    follows a baseline if it has its axis sizes, and the ZeRO level 0, or the highest
+    level among the candidates if the baseline divides the state.
 
     Args:
         columns: the candidates, with columns for the axis sizes and `zero`.
@@ -534,9 +539,9 @@ def worthwhile(
 ) -> tuple[int, ...]:
     """Returns numbers of devices, below all devices, that can divide the work evenly.
 
-    Returns the `_MOST` largest numbers that divide the batch, or the batch times the
-    size of a weight's dim. The data axes can then divide the batch, and `tensor` the
-    dim.
+    Returns up to three numbers (`_MOST`): the largest that divide the batch, or the
+    batch times the size of a weight's dim. The data axes can then divide the batch, and
+    `tensor` the dim.
 
     Args:
         question: the workload, whose weights have dims that `tensor` may divide.

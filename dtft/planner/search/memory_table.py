@@ -201,9 +201,10 @@ class Resting:
     ) -> np.ndarray:
         """Computes the seconds per step of copies that transpose gathered parameters.
 
-        An all-gather along the last dim (`turned_place`) leaves the elements of a row
-        apart. A compiler that stores every array in the order of its dims then copies
-        the array. The seconds are 0 if the device has no `Efficiency.strided_s`.
+        After an all-gather along the last dim, the elements of a row are apart in
+        memory. A compiler that stores every array in the order of its dims then copies
+        the array. The seconds are 0 if the device's figures have no time for an element
+        that is read with a stride (`Efficiency.strided_s`).
 
         Args:
             division: which axes divide which dims while computing.
@@ -225,8 +226,8 @@ class Resting:
         """Counts the elements that a device transposes after gathering parameters.
 
         These are the elements of the parameters that ZeRO divides along their last dim
-        (`turned_place`): an all-gather writes the pieces one after another, so the
-        elements of a row are apart. The count, for each point (mesh and number of
+        of more than one element: an all-gather writes the pieces one after another, so
+        the elements of a row are apart. The count, for each point (mesh and number of
         microbatches), is per microbatch at ZeRO level 3, and per step at other levels.
         """
         total = Total()
@@ -259,9 +260,10 @@ class Resting:
         Args:
             alike: the group of equal arrays.
             division: which axes divide which dims while computing.
-            sent: the all-gather of one array, or of one of its slices.
+            sent: the all-gather of one array, or of one of the parts of `how`.
             count: the number of arrays in the group.
-            how: how often, and in how many slices, each array is gathered.
+            how: how often each array is gathered, and in how many parts (one for each
+                iteration of a loop that slices it).
         """
         key = alike, division.spec(alike.value), how
         if key not in self._gathers:
@@ -290,9 +292,10 @@ class Resting:
             division: which axes divide which dims while computing.
 
         Returns:
-            The distinct divisions, and the index of each point's division, int
-            [points]. A division is `division` with the additional axes of gradients in
-            `ShardingAssignment.rest`, and `spare`.
+            The distinct results, and for each point the index of its result, int
+            [points]. A result is `division` with the axes that divide gradients, but
+            not their parameters in use (`ShardingAssignment.rest`); and with `tensor`
+            as a spare axis (`spare`) where it is larger than one.
         """
         values = {str(n): one.value for n, one in enumerate(self.arrays["parameter"])}
         placed = [self._placed(value, division) for value in values.values()]

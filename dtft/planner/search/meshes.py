@@ -1,7 +1,8 @@
 """Enumerates sizes of mesh axes, and the meshes of common rules of thumb.
 
-Data parallelism, FSDP and the Megatron rule (`baselines`) are candidates unless a pin
-(a size that the user has fixed) rules them out.
+The rules of thumb are data parallelism, FSDP, and the Megatron rule (tensor parallelism
+within a host) with each of them. Their meshes are candidates unless a pin (a size that
+the user has fixed) rules them out.
 """
 
 import functools
@@ -121,7 +122,10 @@ class MeshRules:
     """Sizes of axes that the user has fixed."""
 
     def allowed(self, num_devices: int) -> list[tuple[int, ...]]:
-        """Returns the allowed sizes of each of `AXES` for `num_devices` devices."""
+        """Returns the sizes allowed for each axis of a mesh of `num_devices` devices.
+
+        The axes are in their usual order, outermost first (`AXES`).
+        """
         return [self.sizes_of(axis, num_devices) for axis in AXES]
 
     def sizes_of(self, axis: str, num_devices: int) -> tuple[int, ...]:
@@ -172,9 +176,10 @@ class MeshRules:
         """Returns the meshes of all devices, if needed with a rounded-up batch.
 
         Returns only meshes that divide the batch exactly, if one of them divides it
-        into enough parts: two, or one if no axis may divide the batch (`_least_parts`).
-        Otherwise, as with five devices and a prime batch, also returns meshes whose
-        batch is rounded up, except meshes with more parts than samples.
+        into two or more parts. (One part counts as two if the batch is one sample, or
+        if no axis may divide it.) Otherwise, as with five devices and a prime batch,
+        also returns meshes whose batch is rounded up, except meshes with more parts
+        than samples.
         """
         exact = self.exact(self.num_devices)
         if self._enough(exact):
@@ -186,14 +191,14 @@ class MeshRules:
     def fewer(self) -> Meshes:
         """Returns meshes of fewer devices, if no mesh of all devices divides the batch.
 
-        The result is empty if a mesh of all devices divides the batch into enough
-        parts: two, or one if no axis may divide the batch (`_least_parts`). Otherwise
-        one number of devices is selected, and all meshes of
-        this number that divide the batch exactly are returned. The selected number is
-        the first of these that exists:
+        The result is empty if a mesh of all devices divides the batch into two or more
+        parts. (One part counts as two if the batch is one sample, or if no axis may
+        divide it.) Otherwise one number of devices is selected, and all meshes of this
+        number that divide the batch exactly are returned. The selected number is the
+        first of these that exists:
 
         * The largest number below all devices with a mesh that divides the batch into
-          enough parts.
+          two or more parts.
         * The largest power of two up to all devices, if the rules allow a mesh of it.
           The batch may then be undivided, as with a large prime batch. A power of two
           divides dims of most models, unlike, say, five.
@@ -219,15 +224,18 @@ class MeshRules:
         return best.where(best.devices_used < self.num_devices)
 
     def _enough(self, meshes: Meshes) -> bool:
-        """Whether any mesh divides the batch into `_least_parts` parts or more."""
+        """Whether any of the meshes divides the batch into two or more parts.
+
+        One part counts as two if the batch is one sample, or if no axis may divide it.
+        """
         return bool((self.slots(meshes.sizes) >= self._least_parts).any())
 
     @property
     def _least_parts(self) -> int:
         """The least number of parts into which a mesh should divide the batch: two.
 
-        It is one if the batch is one sample, or if pins or the rules allow no axis that
-        divides the batch.
+        It is one if the batch is one sample, or if no axis may divide the batch: the
+        search has none, or the user has fixed the size of each at one.
         """
         free = [
             axis

@@ -40,7 +40,7 @@ class Outcome:
 class _Program:
     """The program: minimise costs @ x with equal @ x == right and 0 <= x <= upper.
 
-    The first `num_binaries` entries of x are integers.
+    The first `num_binaries` entries of x are integers, the others are real numbers.
     """
 
     costs: np.ndarray

@@ -75,7 +75,8 @@ def check_pins(pins: Mapping[str, Any]) -> None:
 def pinned_sizes(pins: Mapping[str, Any]) -> dict[str, int]:
     """Returns the sizes of mesh axes that pins fix; other axes are left out.
 
-    `stage_layers` has a number for each stage, so it fixes the size of `stage`.
+    The pin `stage_layers` has the number of layers of each pipeline stage. So it also
+    fixes the size of the axis `stage`.
 
     >>> pinned_sizes({"tensor": 8, "stage_layers": (3, 3, 2), "zero": 1})
     {'stage': 3, 'tensor': 8}
@@ -88,8 +89,9 @@ def pinned_sizes(pins: Mapping[str, Any]) -> dict[str, int]:
 def did_you_mean(name: str) -> str:
     """Returns a hint such as " Did you mean 'tensor'?" for an unknown setting's name.
 
-    The suggested setting is the one of this name in another framework (`tp`), or else
-    the one with the most similar spelling. Returns '' if there is no such setting.
+    If another framework has a setting of this name, such as `tp`, the hint names the
+    equal setting here. Otherwise it names the setting with the most similar spelling.
+    Returns '' if no setting is similar.
 
     >>> did_you_mean("tp"), did_you_mean("tesnor"), did_you_mean("colour")
     (" Did you mean 'tensor'?", " Did you mean 'tensor'?", '')

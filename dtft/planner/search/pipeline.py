@@ -63,9 +63,9 @@ Terms = dict[str, np.ndarray]
 def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     """Finds the repeated layers of a workload; None if it has no repeated layers.
 
-    The result also has the shares of a step's time of three parts: the layers, the
-    operators before them, and the operators after them. The time is that with
-    elementwise and similar operators fused into others (`CHEAP`), also on CPU.
+    The result also has the shares of three parts in a step's time: the operators before
+    the layers, the layers, and the operators after them. The time is that in which
+    elementwise and similar operators are fused into others, also on CPU.
 
     Args:
         question: the workload.
@@ -209,10 +209,11 @@ class Staged:
             num: the number of stages of each candidate.
 
         Returns:
-            Two arrays. Seconds of computing and of collectives of activations, with a
-            column for each of `STAGE_SCALES`; that of sends between stages is 0; float
-            [candidates, parts, 6]. And seconds of collectives of gradients and
-            parameters, on fast links and on networks (`LINK_SCALES`); float
+            Two arrays. First, seconds of matmuls (with convolutions and kernels), of
+            other operators and of launches, then of collectives of activations on fast
+            links and on networks, and 0 for sends between stages (`STAGE_SCALES`);
+            float [candidates, parts, 6]. Second, seconds of collectives of gradients
+            and parameters, on fast links and on networks (`LINK_SCALES`); float
             [candidates, parts, 2].
         """
         ways = self._prices.priced_ops(division)
@@ -334,7 +335,7 @@ class Staged:
         2].
 
         Args:
-            bundles: the bytes of each bundle each time it is sent.
+            bundles: for each bundle, the bytes that a device sends each time.
             points: indices of points (meshes with a number of microbatches).
         """
         found = np.zeros((len(points), 2))
@@ -369,12 +370,12 @@ class Staged:
         return np.stack([np.where(far, 0.0, seconds), np.where(far, seconds, 0.0)], -1)
 
     def _parts_of(self, ways: Sequence[PricedOp]) -> list[tuple[float, ...]]:
-        """Computes the shares of each group of operators in the parts of the model.
+        """Computes the share of each group of operators in each part of the model.
 
         The parts (`PARTS`) are the operators before the layers, the layers, and the
-        operators after them. The share is the number of the group's executions in the
-        part, divided by all its executions. For a group of operators that XLA fuses
-        (`CHEAP`, such as elementwise ones), bytes are counted instead of executions.
+        operators after them. A share is the number of executions of the group's
+        operators in the part, divided by all their executions. For operators that XLA
+        fuses, such as elementwise ones, bytes are counted instead of executions.
 
         Args:
             ways: the groups of operators, with their prices.
@@ -466,7 +467,7 @@ class Staged:
 
     @cached_property
     def _held(self) -> np.ndarray:
-        """The share of parameter bytes that each part of the model reads; [parts].
+        """The share of all parameter bytes that each part of the model reads; [parts].
 
         The parts (`PARTS`) are the operators before the layers, the layers, and the
         operators after them. A parameter that several parts read counts for each of

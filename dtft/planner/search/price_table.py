@@ -112,8 +112,8 @@ class Columns:
     def parts(self, axes: Axes) -> np.ndarray:
         """Returns the product of the sizes of several axes by point; int64 [points].
 
-        A point is a mesh and a number of microbatches. `MICRO` counts as an axis whose
-        size is the number of microbatches.
+        A point is a mesh and a number of microbatches. The number of microbatches
+        counts as the size of an axis (`MICRO`).
         """
         if axes not in self._parts:
             ones = np.ones(len(self), np.int64)
@@ -140,7 +140,8 @@ class Columns:
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
         """Finds the device groups of collectives over each of several sets of axes.
 
-        Does the same as `lies`, with one numbering of the groups of all sets.
+        A group is the number of members that the devices of a collective have on each
+        level of the fabric. The groups of all sets are numbered together.
 
         Args:
             several: the sets of axes; not empty.
@@ -312,8 +313,8 @@ Repeats = tuple[Axes, ...]
 class Message:
     """A collective whose seconds are computed.
 
-    `repeats` is `((MICRO,),)` for a collective that is sent for each microbatch, () for
-    one that is sent once in a step.
+    `sent` is the collective, `repeats` says how often it is sent: `((MICRO,),)` for
+    once per microbatch, () for once per step.
     """
 
     sent: CollectiveOp
@@ -426,7 +427,7 @@ class Rates:
         return [self._sending[one] for one in asked]
 
     def _priced(self, alike: Sequence[Message]) -> Iterable[Table]:
-        """Computes the seconds per step of collectives (`sending`), all at once.
+        """Computes the seconds per step of several collectives, all at once.
 
         The collectives have one kind, the same axes, bytes divided by the same axes,
         and equal `Message.repeats`. They may differ in their bytes, in whether sync
@@ -455,13 +456,13 @@ class Rates:
     def together_s(
         self, asked: Sequence[tuple[Mapping[Bundle, Total], np.ndarray]]
     ) -> list[np.ndarray]:
-        """Computes the seconds per step of bundles that `sending` does not count.
+        """Computes the seconds per step of bundles, without arrays sent one by one.
 
         A bundle is a set of collectives that the compiler may combine. For a bundle
         that is sent as one message, counts its transfer and its sync skew (seconds that
         devices wait for each other). For a bundle whose arrays are sent one by one,
-        counts only its sync skew: `sending` counts the transfers. A bundle that depends
-        on no computation (`Bundle.ahead`) has no sync skew.
+        counts only its sync skew; the method `sending` computes the transfers. A bundle
+        that depends on no computation has no sync skew.
 
         Args:
             asked: entries to price at once, which is faster than one by one. Each has
@@ -483,11 +484,11 @@ class Rates:
         return found
 
     def _each_s(self, joined: Sequence["_Joined"]) -> list[np.ndarray]:
-        """Computes the seconds per step of each bundle at its points (`together_s`).
+        """Computes the seconds per step of each bundle at each of its points.
 
         A bundle is a set of collectives that the compiler may combine, a point a mesh
-        and a number of microbatches. All bundles of one kind of collective are priced
-        at once.
+        and a number of microbatches. All bundles of one kind of collective are computed
+        at once. What counts is as in `together_s`.
         """
         columns, platform = self.columns, self.columns.pool.device.platform
         found = [np.zeros(0)] * len(joined)
@@ -522,7 +523,7 @@ class Rates:
         bundle gets 0.
 
         Args:
-            together: the bytes of each bundle each time it is sent.
+            together: for each bundle, the bytes that a device sends each time.
             points: indices of points (meshes with a number of microbatches).
         """
         found: list[tuple[_Joined, np.ndarray]] = []
@@ -540,7 +541,7 @@ class Rates:
         return [joined for joined, _ in found]
 
     def _used(self, names: Axes) -> np.ndarray:
-        """Returns a bit mask of the axes larger than one, per point; int [points].
+        """Returns for each point a bit mask of axes larger than one; int [points].
 
         Args:
             names: the axes to test; the bits of all other axes are 0.
@@ -613,9 +614,10 @@ class Works:
         self._known: dict[GroupKey, OperatorWork] = {}
 
     def dims(self, number: int) -> tuple[int, ...]:
-        """Returns the dims of the operator of a group.
+        """Returns the dims of the operator that represents a group.
 
-        Operators of equal layers have the same dims.
+        A dim of a repeated layer is replaced by the one that stands for it in all equal
+        layers, so that operators of equal layers have the same dims.
 
         Args:
             number: the index of the group in `Workload.groups`.
@@ -640,7 +642,7 @@ class Works:
         numbers of operations may still differ.
 
         Args:
-            key: a group under a division (`key`).
+            key: the cache key of a group and a division, from the method `key`.
         """
         return self._instances[key[0]].pattern, key[1]
 
@@ -648,7 +650,7 @@ class Works:
         """Returns the work of a device in one execution of a group's operator.
 
         Args:
-            key: a group under a division (`key`).
+            key: the cache key of a group and a division, from the method `key`.
         """
         if key not in self._known:
             self._known[key] = self._instances[key[0]].work(key[1])
@@ -670,8 +672,9 @@ class Works:
 class PricedOp:
     """Seconds and bytes of a group of operators, for each point.
 
-    They hold for one division of the operators' dims by mesh axes. A point is a mesh
-    and a number of microbatches.
+    A group has operators of equal cost, or operators that XLA fuses (`OpGroup`). A
+    point is a mesh and a number of microbatches. The figures hold for one division of
+    the operators' dims by mesh axes.
     """
 
     group: OpGroup
@@ -697,7 +700,8 @@ class Prices:
     """Computes the prices of a workload's groups of operators, for each point.
 
     Prices are the seconds of computing, and the seconds and bytes of collectives. A
-    point is a mesh and a number of microbatches.
+    group has operators of equal cost, or operators that XLA fuses (`OpGroup`). A point
+    is a mesh and a number of microbatches.
     """
 
     def __init__(self, question: Workload, rates: Rates) -> None:
@@ -789,12 +793,12 @@ class Prices:
     def _bundled(
         self, group: OpGroup, done: OperatorWork, sent: CollectiveOp, cases: Cases
     ) -> tuple[Bundle, Table] | None:
-        """Finds the bundle of a group's collective, and the bytes that it adds to it.
+        """Finds the bundle of a group's collective, and the bytes that the group adds.
 
-        A bundle is a set of collectives that the compiler may combine. Returns None if
-        the collective is sent alone. The bytes, for each case of `cases`, are those
-        that a device sends for all operators of the group each time that the bundle is
-        sent.
+        A bundle is a set of collectives that the compiler may combine. The bytes are
+        those that a device sends for all operators of the group each time that the
+        bundle is sent. There is one number for each case of `cases`. Returns None if
+        the collective is sent alone.
         """
         found = self._bundle(group, done, sent)
         if found is None:
@@ -814,8 +818,8 @@ def bundle_of(
     """Returns the bundle of a group's collective; None if it is sent alone.
 
     A bundle is a set of collectives that the compiler may combine. A collective is sent
-    alone if the forward or backward pass waits for it (`OpGroup.last` is false), or if
-    XLA never combines its kind.
+    alone if more than the update needs its result (`OpGroup.last` is false), or if XLA
+    never combines its kind.
 
     A collective of an operator that runs for each microbatch is sent for each
     microbatch. There is one exception: all-reduces, if the software first adds up the
@@ -869,11 +873,15 @@ class Sums:
 def sum_prices(ways: Iterable[PricedOp]) -> Sums:
     """Adds up the prices of a program's groups of operators.
 
-    Seconds of the update's operators are added to `optimizer`, those of all others to
-    `compute`. Seconds of collectives that are sent one by one are added to `sending`,
-    bytes of bundles (collectives that the compiler may combine) to `together`. Bundles
-    whose arrays are still sent one by one, as on CPU, are added to both. Collectives of
-    activations are also added to `waited` and `waited_together`.
+    The fields of the result have these sums:
+
+    * `optimizer`, `compute`: seconds of the update's operators, and of all others.
+    * `sending`: seconds of collectives that are sent one by one.
+    * `together`: bytes of bundles (collectives that the compiler may combine). Bundles
+      whose arrays are still sent one by one, as on CPU, count in `sending`, too.
+    * `waited`, `waited_together`: the parts of `sending` and `together` that are
+      collectives of activations.
+    * `starts`: the number of launched operators.
     """
     totals = Sums(
         compute=Total(),

@@ -32,8 +32,8 @@ prediction, which is off by up to this factor for small messages.
 class Priced:
     """Every candidate of a space, with its time and memory.
 
-    `capacity` is the bytes of memory of a device. `host_capacity` is the bytes of host
-    memory that a device may use.
+    `space` has the candidates. `capacity` is the bytes of memory of a device,
+    `host_capacity` the bytes of its host's memory that a device may use.
     """
 
     space: Space
@@ -79,17 +79,19 @@ class Priced:
         )
 
     def preferring(self, other: "Priced", rows: np.ndarray) -> "Priced":
-        """Returns all candidates; those in `rows` get the better of two divisions.
+        """Returns all candidates, some of them with the better of two divisions.
 
+        A division says which mesh axes divide which dims; time and memory depend on it.
         The division of `other` is the better one in two cases:
 
-        * It fits in memory, and the division of this object does not fit or has a
-          larger `worth_s`.
+        * It fits in memory, and the division of this object does not fit or ranks
+          behind it (has a larger `worth_s`).
         * Neither division fits, and only that of this object leaves devices idle.
 
         Args:
             other: the same candidates with other divisions.
-            rows: indices of the candidates that `other` has prices for; int [rows].
+            rows: indices of the candidates to compare, for which `other` has time and
+                memory; int [rows]. All others keep their division.
         """
         better = other.fits & (~self.fits | (other.worth_s < self.worth_s))
         better |= ~other.fits & ~self.fits & self.idle & ~other.idle
@@ -127,8 +129,8 @@ class Priced:
     def worth_s(self) -> np.ndarray:
         """Seconds by which candidates are ranked; float [candidates].
 
-        These are `step_s`. They are multiplied by `IDLE` for candidates whose devices
-        repeat the work of others (`idle`).
+        These are the seconds of a step (`step_s`), multiplied by 4 (`IDLE`) for
+        candidates with devices that repeat the work of others (`idle`).
         """
         return np.where(self.idle, IDLE * self.step_s, self.step_s)
 
@@ -147,9 +149,10 @@ class Priced:
     def ranking(self) -> np.ndarray:
         """Positions of the candidates, best first; int [candidates].
 
-        Candidates that fit are first, by `worth_s`. Candidates that do not fit follow
-        by their bytes, ascending, with `idle` candidates last. Equal candidates are
-        ordered by bytes, then by the number of microbatches, then as in `space`.
+        Candidates that fit in memory are first, by their seconds (`worth_s`). The
+        others follow by their bytes on a device; of these, candidates with devices that
+        repeat the work of others (`idle`) are last. Equal candidates are ordered by
+        bytes, then by the number of microbatches, then as in `space`.
         """
         first = np.where(self.fits, self.worth_s, self.memory_bytes)
         keys = (

@@ -52,9 +52,9 @@ def roofline(
     launches and the bubble of a pipeline are left out; a pipeline has the work of an
     average stage.
 
-    A factor below 1 that was fitted to past runs (`Accuracy.scales`) also multiplies
-    the seconds here, except those of the link to host memory. So no resource takes
-    longer than the predicted step.
+    The prediction of a step multiplies its seconds by factors that were fitted to past
+    runs. Factors below 1 multiply the seconds here, too, except those of the link to
+    host memory, so that no resource takes longer than the predicted step.
 
     Args:
         search: the search, with the program and the devices.
@@ -95,8 +95,8 @@ def _of_device(
         search: the search, with the program and the devices.
         candidate: the mesh and the values of the knobs (other settings).
         division: which axes divide which dims.
-        factors: factors on the seconds of forward and backward pass (`compute`) and of
-            the update (`optimizer`).
+        factors: map to the factors on the seconds of forward and backward pass (key
+            `compute`) and of the update (key `optimizer`), fitted to past runs.
     """
     graph, device = search.question.graph, search.pool.device
     sizes = {**candidate.mesh, MICRO: candidate.knobs.microbatches}
@@ -126,8 +126,8 @@ def _of_links(
 ) -> dict[str, float]:
     """Computes the seconds per step that the links of each level are busy.
 
-    For collectives that wait for no computation, the share that measured links hide
-    behind computation is left out, as in the prediction.
+    Of collectives that wait for no computation, the share that computation hides on
+    measured links is left out, as in the prediction of a step.
 
     Returns:
         Map from the name of a level's links to seconds. Of levels with equal names, the

@@ -107,9 +107,9 @@ def sending_s(
 def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
     """Makes the lower bound of the bytes that a workload's state takes on each device.
 
-    The bound counts no gradients. `MemoryFloor.capacity` leaves out the share of a
-    device's memory that plans must leave free (`RESERVE`), and the arrays that the
-    program closes over.
+    The bound counts no gradients. The capacity in the result is that of a device,
+    without the 8 % that plans must leave free (`RESERVE`), and without the bytes of
+    arrays that the program closes over.
     """
     graph = question.graph
 
@@ -127,7 +127,10 @@ def memory_floor(question: Workload, pool: Pool) -> MemoryFloor:
 
 
 class PlanSearch:
-    """A search that prices the candidates of one workload on one pool."""
+    """Predicts the time and memory of candidates, for one workload on one pool.
+
+    The pool has equal devices. A candidate is a mesh with a value for every knob.
+    """
 
     def __init__(self, question: Workload, pool: Pool, *, scatters: bool) -> None:
         """Prepares the model of the workload's memory; `price` does the pricing.
@@ -151,10 +154,10 @@ class PlanSearch:
     def price(self, space: Space, rates: Rates | None = None) -> Priced:
         """Computes time and memory of every candidate.
 
-        First selects the dims that `tensor` divides so that a step is fastest. If some
-        devices of a candidate then repeat the work of others, also prices the candidate
-        with dims that make `tensor` divide matmuls, convolutions or kernels
-        (`Chooser.choose_busy`), and keeps the better of both.
+        First selects the dims that `tensor` divides so that a step is fastest. Some
+        devices of a candidate may then repeat the work of others. Such a candidate is
+        also priced with dims that make `tensor` divide matmuls, convolutions or
+        kernels, and the better of both is kept.
 
         Args:
             space: the candidates.
@@ -186,7 +189,8 @@ class PlanSearch:
             resting: bytes of the workload's arrays, for the meshes of the space.
             space: the candidates.
             layouts: divisions (which axes divide which dims), each with the indices of
-                its candidates. Other candidates get zero seconds and bytes.
+                its candidates. A candidate of no division gets zero seconds, and only
+                the bytes of the reserve.
         """
         prices = resting.prices
         terms = {name: np.zeros(len(space)) for name in TERMS}
@@ -324,10 +328,10 @@ class PlanSearch:
         return zero_leaves(values, division, mesh, divides, loops, flat=flat)
 
     def _base(self, space: Space) -> ShardingAssignment:
-        """Returns the division without `tensor`, whose dims `Chooser` selects.
+        """Returns which dims the axes of data, sequence and experts divide.
 
-        It says which dims the axes of data, sequence and experts divide. The axis
-        `stage` divides no dims.
+        The dims of the axis `tensor` are selected later, separately for each mesh. The
+        axis `stage` divides no dims.
         """
         question = self.question
         first = question.weights
@@ -352,8 +356,8 @@ class PlanSearch:
     ) -> list[Part]:
         """Pairs each division with the indices of the candidates that use it.
 
-        If the software divides positions too, adds this to the divisions
-        (`_with_positions`). Candidates whose point has no division are left out.
+        If the software lets `tensor` divide positions (of tokens), the divisions are
+        extended by this. Candidates whose point has no division are left out.
 
         Args:
             of: the point (mesh and number of microbatches) of each candidate.
@@ -368,8 +372,8 @@ class PlanSearch:
     def _with_positions(self, division: ShardingAssignment) -> ShardingAssignment:
         """Adds to a division that `tensor` divides positions (of tokens).
 
-        `tensor` divides the positions only in arrays of which it divides no other dim
-        (`Software.splits_positions`).
+        It divides them only in arrays of which it divides no other dim. This is
+        sequence parallelism (`Software.splits_positions`).
         """
         question = self.question
         positions = set(question.sequence_dims)
@@ -428,9 +432,9 @@ class PlanSearch:
     def memory_of(self, space: Space) -> dict[str, np.ndarray]:
         """Computes the bytes on a device of every candidate, by term.
 
-        The terms are those of `ranking.MEMORY`, without `reserve`, the share of a
-        device's memory that plans leave free. Offload is ignored: the optimizer state
-        counts as if it were on the device.
+        The terms are parameters, gradients, optimizer, activations and batch. The
+        memory that plans leave free is no term here. Offload is ignored: the optimizer
+        state counts as if it were on the device.
 
         Args:
             space: the candidates.
@@ -449,10 +453,17 @@ class PlanSearch:
     def _staged_terms(
         self, staged: Staged, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the seconds by term, for pipelines and software other than XLA.
+        """Computes the seconds of each term, for pipelines and software other than XLA.
 
-        Otherwise does the same as `_terms`, with one more term: `bubble`, the seconds
-        of waiting for other stages.
+        Yields a map for each pair in `parts`, from a term to seconds per step; float
+        [candidates of the pair]. The terms are compute, collectives, launch, optimizer
+        and bubble (waiting for other stages).
+
+        Args:
+            staged: computes the seconds of pipeline stages.
+            parts: pairs of a division (which axes divide which dims) and the indices
+                of its candidates.
+            space: the candidates.
         """
         for division, rows in parts:
             found = staged.cost(division, space, rows).terms(Scales().vector())
@@ -467,12 +478,17 @@ class PlanSearch:
     def _terms(
         self, resting: Resting, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Yields the seconds by term of the candidates of each division.
+        """Computes the seconds of each term of a prediction, division by division.
 
-        `parts` has pairs of a division (which axes divide which dims) and the indices
-        of its candidates. Yields a map for each pair, from a term (compute,
-        collectives, optimizer, launch) to seconds per step; float [candidates of the
-        pair].
+        Yields a map for each pair in `parts`, from a term (compute, collectives,
+        optimizer, launch) to seconds per step; float [candidates of the pair].
+
+        Args:
+            resting: computes the seconds of operators, and of the gathers of parameters
+                that ZeRO divides.
+            parts: pairs of a division (which axes divide which dims) and the indices
+                of its candidates.
+            space: the candidates.
         """
         ways = resting.prices.priced_ops
         sums = [price_table.sum_prices(ways(division)) for division, _ in parts]
@@ -535,9 +551,9 @@ def _with_sums(
 ) -> list[tuple[ShardingAssignment, np.ndarray]]:
     """Splits candidates that share a division by how their gradients are divided.
 
-    From ZeRO level 2, gradients are divided as level 3 divides their parameters.
-    Returns each distinct division (which axes divide which dims) with the indices of
-    its candidates.
+    From ZeRO level 2, gradients are divided as level 3 divides their parameters; how
+    depends on the mesh. Returns pairs of a division (which axes divide which dims, of
+    gradients too) and the indices of its candidates.
 
     Args:
         resting: bytes of the workload's arrays, for the meshes of the candidates.

@@ -1,5 +1,9 @@
 """Solves small discrete cost problems exactly.
 
+A problem has variables with a few values each, and factors: tables of costs over the
+combinations of values of a few variables. The cost of an assignment is the sum of its
+entries in all tables; +inf forbids a combination.
+
 Eliminates variables if the tables stay small, as on chains and trees. Otherwise prunes
 dominated values first, and then eliminates variables or solves a mixed-integer program.
 If the deadline ends that program, the result may not be optimal. If every assignment is
@@ -31,7 +35,8 @@ from dtft.planner.search.elimination import (
 class Pruned:
     """A problem without its dominated values.
 
-    A value is dominated if another value never costs more (`prune`).
+    A value of a variable is dominated if another value of it costs no more in any
+    table, whatever the values of the other variables are.
     """
 
     problem: CostProblem
@@ -95,12 +100,15 @@ def _by_value(costs: np.ndarray, place: int) -> np.ndarray:
 
 
 def _undominated(tables: Sequence[np.ndarray], num_values: int) -> np.ndarray:
-    """Returns the values of a variable that `prune` keeps, ascending.
+    """Returns the values of a variable that no other value dominates, ascending.
+
+    A value dominates another if it costs no more in any column of any table. Of values
+    that dominate each other the first is returned.
 
     Args:
-        tables: costs of each factor with the variable, as a matrix with one row for
-            each value.
-        num_values: the number of values.
+        tables: the costs of each factor that has the variable, as a matrix: a row for
+            each value, a column for each combination of values of other variables.
+        num_values: the number of values of the variable.
     """
     # [a, b]: a is never worse than b.
     never_worse = np.ones((num_values, num_values), bool)
@@ -149,9 +157,9 @@ def solve(
 ) -> Assignment:
     """Finds an assignment of least cost.
 
-    The result is deterministic, unless the deadline ends a mixed-integer program. The
-    best assignment found so far is then returned, and `Assignment.bound` may be below
-    its cost.
+    The result is deterministic, unless the deadline ends a mixed-integer program. Then
+    the best assignment found so far is returned, and the lower bound in the result
+    (`Assignment.bound`) may be below its cost.
 
     Of assignments whose costs are equal to the last bit, elimination returns the
     lexicographically smallest one in the reverse of the elimination order. On a tree
@@ -204,12 +212,12 @@ def solve_each(
 ) -> np.ndarray:
     """Finds an assignment of least cost for each value of one variable.
 
-    Runs one elimination for many values at once if the tables stay small. Otherwise
-    solves the problem of each value separately with `solve`.
+    Eliminates the other variables for many of its values at once, if the tables stay
+    small. Otherwise solves the problem of each value separately with `solve`.
 
     Args:
         problem: the problem to minimise.
-        given: the variable whose values are all kept.
+        given: the variable for each of whose values an assignment is found.
         deadline_s: seconds for all mixed-integer programs together, if they are needed.
             The remaining time is divided evenly among the remaining values.
         max_entries: limit of the entries of the largest table that elimination creates.
@@ -312,14 +320,14 @@ def _cut_short(
 ) -> Assignment:
     """Returns the best known assignment after HiGHS ended without a proven optimum.
 
-    This is the cheaper of a local optimum (`_descended`) and the assignment that HiGHS
-    found. Raises TimeoutError if both are forbidden.
+    This is the cheaper of the assignment that HiGHS found and a local optimum by
+    coordinate descent. Raises TimeoutError if both are forbidden.
 
     Args:
         problem: the problem to minimise.
-        found: the assignment that HiGHS found, if any.
-        bound: a lower bound of the cost.
-        deadline_s: the time that HiGHS had, for the error.
+        found: the assignment that HiGHS found; None if it found none.
+        bound: a lower bound of the cost of any assignment.
+        deadline_s: the seconds that HiGHS had, for the error.
     """
     values, method = _descended(problem), "descent"
     if found is not None and problem.cost(found) <= problem.cost(values):
@@ -335,10 +343,10 @@ def _cut_short(
 
 
 def _descended(problem: CostProblem) -> tuple[int, ...]:
-    """Finds a local optimum by coordinate descent.
+    """Finds a local optimum by coordinate descent, from value 0 of every variable.
 
-    Each variable in turn takes its cheapest value, until no variable changes or after
-    `_MAX_SWEEPS` sweeps.
+    A sweep gives one variable after another its cheapest value. The descent ends when a
+    sweep changes no variable, or after 100 sweeps (`_MAX_SWEEPS`).
     """
     around = problem.factors_of_variables()
     index: list[Any] = [0] * len(problem.sizes)
@@ -402,12 +410,14 @@ def _conflict(problem: CostProblem) -> list[Factor]:
 def _allow(
     factors: Sequence[Factor], sizes: Sequence[int], order: Sequence[int]
 ) -> bool:
-    """Returns whether any assignment has a cost below +inf by all of the factors.
+    """Returns whether any assignment is allowed by all of the factors.
+
+    A factor forbids the assignments to which it gives the cost +inf.
 
     Args:
         factors: the factors.
         sizes: the number of values of each variable.
-        order: an elimination order (`elimination_order`).
+        order: the order in which to eliminate all variables with more than one value.
     """
     tables = [(factor.variables, factor.costs) for factor in factors]
     return not math.isinf(eliminate(sizes, tables, order)[1])

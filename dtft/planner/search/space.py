@@ -25,8 +25,8 @@ Backend = Literal["cpu", "gpu", "tpu"]
 class Capabilities:
     """The knobs that can be run with one entry on one backend.
 
-    A knob is a setting of a plan, such as the ZeRO level. The entries are `dtft.plan`
-    with `step=` and with `loss=`.
+    A knob is a setting of a plan, such as the ZeRO level. The entry is the argument
+    that `dtft.plan` gets: `step=` or `loss=`.
     """
 
     axes: frozenset[str]
@@ -101,7 +101,7 @@ def unsupported(
 ) -> tuple[str, ...]:
     """Returns a text for each setting of a plan that cannot be run.
 
-    Returns () if the whole plan can be run with this entry on this backend.
+    Returns () if every setting can be run with this entry on this backend.
 
     Args:
         entry: "step" for plans that run by `Plan.jit`, "loss" for plans that run by
@@ -177,7 +177,8 @@ REMATS: tuple[Remat, ...] = ("none", "dots", "full")
 class MemoryFloor:
     """A lower bound of the bytes of state and gradients on each device.
 
-    It holds for every way to divide the arrays among devices.
+    State is parameters and optimizer state. The bound holds for every way to divide the
+    arrays among devices. `gradients` has the bytes of all gradients; 0 leaves them out.
     """
 
     parameters: int
@@ -262,9 +263,9 @@ class Choices:
 class Reason:
     """The number of candidates that remained after one rule of the enumeration.
 
-    Before the rule there were `of` candidates (or meshes), and `left` of them passed
-    the rule. For a rule that only adds or combines candidates, both fields are the
-    number of candidates that the rule made.
+    `rule` is the rule in words. Before it there were `of` candidates (or meshes), and
+    `left` of them passed it. For a rule that only adds or combines candidates, both
+    fields are the number of candidates that the rule made.
     """
 
     rule: str
@@ -333,7 +334,10 @@ class Space:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Sizes of the axes, in the order of `AXES`; int64 [candidates, axes]."""
+        """Sizes of all mesh axes, in their usual order (`AXES`), for each candidate.
+
+        int64 [candidates, axes]; 1 for an axis that the candidate does not use.
+        """
         return np.stack([self.columns[axis] for axis in AXES], axis=1)
 
     def with_remat(self, remat: Remat) -> "Space":

@@ -84,8 +84,11 @@ relative error for their sum, and one for the sum of all other terms."""
 def terms_of_accuracy(terms: Mapping[str, Any]) -> dict[str, Any]:
     """Sums the terms of a step into `compute` and `collectives`.
 
-    `collectives` has the terms in `COLLECTIVE_TERMS`, `compute` all others. A
-    prediction has one relative error (`Accuracy.errors`) for each of these two sums.
+    The terms `tensor`, `pipeline` and `data` are collectives, all others count as
+    compute. A prediction has one relative error for each of these two sums.
+
+    Args:
+        terms: map from a term to its seconds, a number or an array.
 
     >>> terms_of_accuracy({"matmul": 3.0, "data": 0.5, "bubble": 1.0})
     {'compute': 4.0, 'collectives': 0.5}
@@ -138,9 +141,9 @@ class StepCost:
         """Computes the seconds of a step by term (`STEP_TERMS`), for each candidate.
 
         The base seconds are multiplied by `scales`. The terms of forward and backward
-        pass are for all microbatches on the average stage. `bubble` is the additional
-        time of the pipeline: to fill and drain it, and to wait for slower stages
-        (`cost.pipeline_s`).
+        pass are the seconds of an average stage for all microbatches. The term `bubble`
+        is what the pipeline adds: to fill and drain it, and to wait for slower
+        stages.
 
         Args:
             scales: factors on the base seconds, in the order of `Scales.names`.
@@ -187,8 +190,9 @@ class StepCost:
         """Computes by how much overlapped collectives lengthen the computation.
 
         The result is the seconds of collectives that computation cannot hide, plus the
-        seconds by which the hidden collectives slow computation down (`cost.added_s`).
-        Uses each candidate's own limits of overlap (`overlap_share`, `order`).
+        seconds by which the hidden collectives slow computation down. What can be
+        hidden is limited by the share of computation that collectives can overlap
+        (`overlap_share`), and by the order in which parameters are read (`order`).
 
         Args:
             behind: seconds of the collectives alone, of one microbatch.
@@ -208,9 +212,9 @@ class StepCost:
 def stack(costs: Sequence[StepCost]) -> StepCost:
     """Concatenates the candidates of several `StepCost` objects into one.
 
-    Arrays of an object with fewer kinds of stages, or fewer pairs in `StepCost.order`,
-    are padded with zeros. A padded kind has no stages, and a padded pair limits
-    nothing, so the seconds of a candidate do not change.
+    Arrays of an object with fewer kinds of stages, or fewer limits of overlap
+    (`StepCost.order`), are padded with zeros. A padded kind has no stages, and a padded
+    limit limits nothing, so the seconds of a candidate do not change.
     """
     kinds = max(cost.counts.shape[1] for cost in costs)
     pairs = max(cost.order.shape[1] for cost in costs)

@@ -1,10 +1,11 @@
 """Selects for every mesh the dims that the axis `tensor` divides.
 
-Writes a program as one cost problem for all points (meshes with a number of
-microbatches). The problem has a variable for the point, and one for each dim that can
-be divided. For each set of these dims, one table has the seconds of all operators that
-have exactly these dims. For each point, `solver` minimises the seconds of a step in
-which no collective is hidden behind computation. Equal layers share their variables.
+Writes a program as one cost problem (minimise a sum of tables) for all points (meshes
+with a number of microbatches). The problem has a variable for the point, and one for
+each dim that can be divided. For each set of these dims, one table has the seconds of
+all operators that have exactly these dims. For each point, `solver` minimises the
+seconds of a step in which no collective is hidden behind computation. Equal layers
+share their variables.
 """
 
 import itertools
@@ -64,7 +65,7 @@ divide; candidates with an axis below this share count as idle."""
 
 
 def busy_axes(ways: Sequence[PricedOp]) -> set[str]:
-    """Returns the axes that divide at least the share `NEARLY_NONE` of the work.
+    """Returns the axes that divide at least 1 % (`NEARLY_NONE`) of the work.
 
     The work is the operations of matmuls, convolutions and kernels such as attention.
     If the program has none of these, all operators count.
@@ -202,12 +203,15 @@ class Chooser:
     def _divisions(
         self, found: np.ndarray
     ) -> tuple[list[ShardingAssignment], np.ndarray]:
-        """Returns the distinct divisions of solutions, and each solution's index.
+        """Converts solutions of the cost problem to divisions.
 
-        The index is that of the solution's division among the distinct divisions.
+        A division says which axes divide which dims.
 
         Args:
             found: values of the problem's variables; int [solutions, variables].
+
+        Returns:
+            The distinct divisions, and for each solution the index of its division.
         """
         chosen = found[:, 1 : 1 + len(self._dims)]
         rows, which = np.unique(chosen, axis=0, return_inverse=True)
@@ -247,8 +251,9 @@ class Chooser:
     def _respects(self, tables: Tables) -> Iterable[Cases]:
         """Returns partitions of the points by what the costs in the tables depend on.
 
-        A point is a mesh and a number of microbatches. Two points that share a case in
-        each of the partitions have equal costs, and the axis has the same size in both.
+        A point is a mesh and a number of microbatches, the costs are seconds. Two
+        points that share a case in each of the partitions have equal costs, and the
+        axis has the same size in both.
         """
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():
@@ -257,9 +262,9 @@ class Chooser:
         return found
 
     def _fits(self, dim: int) -> bool:
-        """Whether some mesh has a size of the axis that divides a dim evenly.
+        """Whether some mesh has a size of the axis, above 1, that divides a dim evenly.
 
-        Also false if another axis divides the dim.
+        False if another axis already divides the dim.
         """
         known = self._prices.question.graph.dims[dim]
         parts = np.unique(self._prices.columns.sizes[self._axis]).tolist()
@@ -300,11 +305,13 @@ class Chooser:
 
 
 def _with_any(problem: CostProblem, variables: Sequence[int]) -> CostProblem:
-    """Adds to a problem the constraint that at least one of some variables is 1.
+    """Returns a problem in which at least one of some variables must also be 1.
 
-    For each of the variables but the first, adds a variable that is 1 if this variable
-    or one before it in the list is 1. So the new factors have at most three variables,
-    and the tables of an elimination stay small.
+    The condition is not one table over all the variables, which would be large.
+    Instead, for each of the variables but the first, a variable is added that is 1 if
+    this variable or one before it in the list is 1. Each added variable has one table
+    of three variables. A last table forbids that the last added variable is 0, or the
+    only variable if none is added.
 
     Args:
         problem: the problem.

@@ -45,7 +45,10 @@ from dtft.planner.workload import gradients
 def axes_used(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> dict[str, AxisUse]:
-    """Returns the fabric levels and the share of work of each mesh axis above size 1.
+    """Returns for each mesh axis above size 1 its fabric levels and its share of work.
+
+    The share is that of the operations of matmuls, convolutions and kernels that the
+    axis divides; 1 for the axis `stage`.
 
     Args:
         search: the search, with the program and the devices.
@@ -95,7 +98,8 @@ def work_divided(search: PlanSearch, division: ShardingAssignment) -> dict[str, 
 class _Listed:
     """A collective of a candidate, before equal collectives are merged.
 
-    `where` is its description in the plan, such as `gradient of params/w`.
+    `where` is its description in the plan, such as `gradient of params/w`, `bundle` the
+    collectives with which it may be combined; None if it is sent alone.
     """
 
     sent: CollectiveOp
@@ -136,7 +140,10 @@ def _collectives(
 def _merged(
     search: PlanSearch, candidate: SearchCandidate, found: Iterable[_Listed]
 ) -> tuple[Collective, ...]:
-    """Merges equal collectives (`_counted`); the most bytes per step are first."""
+    """Merges collectives of equal kind, axes, bytes and description.
+
+    The collective with the most bytes per step is first.
+    """
     speeds = MeshSpeeds(pool=search.pool, mesh=candidate.mesh)
     made = _counted(found, speeds, _sizes(candidate))
     return tuple(sorted(made, key=lambda c: -c.num_bytes * c.trips))
@@ -175,7 +182,7 @@ def _of_operators(
 def _of_arrays(
     search: PlanSearch, candidate: SearchCandidate, division: ShardingAssignment
 ) -> Iterator[_Listed]:
-    """Yields the collectives that gather the parameters that ZeRO divides."""
+    """Yields the all-gathers of the parameters that ZeRO divides between steps."""
     for one in search.moved(division, candidate.mesh, candidate.knobs.zero):
         repeats = candidate.knobs.microbatches if one.how.per_microbatch else 1
         yield _Listed(
@@ -212,7 +219,7 @@ def _counted(
     Args:
         found: the collectives.
         speeds: the speeds of the links along the mesh's axes.
-        sizes: sizes of the axes; `MICRO` has the number of microbatches.
+        sizes: map from an axis to its size; also has the number of microbatches.
     """
     listed = [one for one in found if speeds.axes(one.sent)]
     sums: Counter[Bundle] = Counter()
@@ -327,7 +334,7 @@ def _on_host(
 ) -> tuple[str, ...]:
     """Returns the paths of the optimizer leaves that are kept in host memory.
 
-    Leaves below `LEAST_OFFLOADED_BYTES` bytes on a device stay on the device.
+    Leaves below 64 KiB on a device (`LEAST_OFFLOADED_BYTES`) stay on the device.
 
     Args:
         optimizer: the leaves of the optimizer state.
@@ -344,7 +351,8 @@ def _on_host(
 def real(spec: Spec, mesh: Container[str]) -> Spec:
     """Returns a spec without the axes that are not in `mesh`.
 
-    A plan's mesh lacks axes of size one, and `MICRO` (microbatches).
+    A plan's mesh lacks axes of size one, and the microbatches, which count as an axis
+    elsewhere (`MICRO`).
     """
     return tuple(tuple(axis for axis in axes if axis in mesh) for axes in spec)
 
@@ -355,11 +363,10 @@ def constraints(
     """Returns the specs to which a plan constrains the results of operators.
 
     Maps the index of an operator in the program to the spec of its first result. Covers
-    every operator that a compiler does not fuse (whose kind is not in `CHEAP`), if the
-    result is not a scalar. Operators inside of a shard_map are left out, because a
-    constraint is not allowed there. At ZeRO levels 2 and 3, a gradient from the
-    backward pass of a user's step is divided as level 3 divides its parameter
-    (`ShardingAssignment.rest`).
+    every operator that a compiler does not fuse into others, if the result is not a
+    scalar. Operators inside of a shard_map are left out, because a constraint is not
+    allowed there. At ZeRO levels 2 and 3, a gradient from the backward pass of a user's
+    step is divided as level 3 divides its parameter (`ShardingAssignment.rest`).
     """
     found = {}
     for number, operator in enumerate(graph.operators):
@@ -380,8 +387,9 @@ def _divided_further(
 ) -> Spec:
     """Adds axes to the spec of a gradient, as ZeRO level 3 divides its parameter.
 
-    The added axes are those of `ShardingAssignment.rest`. Axes that do not divide the
-    size of their dim, or that the mesh lacks, are left out.
+    The added axes (`ShardingAssignment.rest`) divide the parameter between steps, but
+    not in use. Axes that do not divide the size of their dim, or that the mesh lacks,
+    are left out.
     """
     extra = dict(division.rest.get(frozenset(map(division.root, value.dims)), {}))
     found = []

@@ -38,7 +38,8 @@ _ACCELERATOR: Mapping[CollectiveKind, float] = dict.fromkeys(_TOGETHER, 30 * 2.0
 class Bundle:
     """Collectives that XLA sends as one message, or that share one synchronization.
 
-    XLA combines the collectives whose bundles are equal on a mesh (`on`).
+    Each collective has a bundle. On a mesh, XLA combines the collectives whose bundles
+    are equal, after axes of size one are left out.
     """
 
     kind: CollectiveKind
@@ -60,22 +61,24 @@ class Bundle:
     def on(self, sizes: Sizes) -> "Bundle":
         """Returns the bundle as it is on a mesh, to compare it with other bundles.
 
-        Leaves out axes of size one. Sets `repeated` to false if there is only one
-        microbatch. XLA combines two bundles on the mesh if their results are equal.
+        Leaves out axes of size one. If there is only one microbatch, being sent per
+        microbatch becomes being sent per step (`repeated` is false). XLA combines two
+        bundles on the mesh if their results are equal.
 
         Args:
-            sizes: map from an axis to its size; `MICRO` has the number of microbatches.
+            sizes: map from an axis to its size; also has the number of microbatches
+                (`MICRO`). A missing axis has size one.
         """
         axes = tuple(axis for axis in self.axes if sizes.get(axis, 1) > 1)
         repeated = self.repeated and sizes.get(MICRO, 1) > 1
         return replace(self, axes=axes, repeated=repeated)
 
     def joins(self, other: "Bundle") -> bool:
-        """Returns whether XLA combines two bundles on some mesh.
+        """Returns whether XLA may combine two bundles on some mesh.
 
-        Returns True if both have the same kind of collective, the same `place` and the
-        same `times`. XLA combines them on the meshes for which their results of `on`
-        are equal.
+        Returns True if both have the same kind of collective, are at the same place in
+        the program (`place`), and are sent equally often (`times`). XLA combines them
+        on meshes on which the axes larger than one are the same, too.
         """
         alike = self.kind, self.place, self.times
         return alike == (other.kind, other.place, other.times)
@@ -84,16 +87,16 @@ class Bundle:
 def bundle(
     platform: str, sent: CollectiveOp, times: float, repeated: bool, place: Hashable
 ) -> Bundle | None:
-    """Makes the `Bundle` that a collective belongs to.
+    """Makes the bundle that a collective belongs to.
 
-    XLA combines the collectives whose bundles are equal on a mesh (`Bundle.on`).
-    Returns None for a kind of collective that XLA never combines.
+    XLA combines the collectives whose bundles are equal, after axes of size one are
+    left out. Returns None for a kind of collective that XLA never combines.
 
     Args:
         platform: the platform of the devices, such as `cpu` or `cuda`.
         sent: the collective.
         times: how often it is sent: per microbatch if `repeated`, else per step.
-        repeated: whether `times` counts per microbatch.
+        repeated: whether it is sent for each microbatch.
         place: the place in the program, such as the loops around the collective; only
             collectives with equal places are combined.
     """
@@ -114,9 +117,12 @@ def messages(platform: str, kind: CollectiveKind, num_bytes: Any) -> Any:
 
     Args:
         platform: the platform of the devices, such as `cuda`.
-        kind: the kind of the collectives. A kind that XLA does not send as one message
-            on the platform (`LIMITS`) raises a KeyError.
+        kind: the kind of the collectives, one that XLA sends as one message on this
+            platform; others, such as all kinds on CPU, raise a KeyError.
         num_bytes: bytes of all the collectives together; a number or an array.
+
+    Returns:
+        The bytes divided by the limit of a message (30 MiB), rounded up; 1 or more.
 
     >>> messages("cuda", "all_reduce", np.array([1e6, 40e6])).tolist()
     [1.0, 2.0]

@@ -59,8 +59,8 @@ class Pattern:
         Equal keys give the same object.
 
         Args:
-            key: a result of `Instance.key`: which mesh axes divide each dim, and the
-                other fields of `ShardingAssignment` that the work depends on.
+            key: which mesh axes divide each dim, and whatever else the work depends on
+                in a division (`Instance.key` makes it).
         """
         if key not in self._known:
             division = self._division(*key)
@@ -108,9 +108,11 @@ class Instance:
     """The dims of each operand, then of each result; each dim represents its class."""
 
     def key(self, division: ShardingAssignment) -> PatternKey:
-        """Returns the argument of `work`: what the work depends on in a division.
+        """Returns what the work of a device depends on in a division.
 
-        Two operators with the same pattern and equal keys have equal work.
+        This is a tuple with the axes of each dim, whether the backend has
+        reduce-scatter, and what matters for shared axes and divided gradients. Two
+        operators with the same pattern and equal keys have equal work.
 
         Args:
             division: which mesh axes divide which dims.
@@ -135,7 +137,7 @@ class Instance:
         """Returns the work of a device in one execution of this operator.
 
         Args:
-            key: the result of `key` for a division of dims by mesh axes.
+            key: what the work depends on in a division; made by the method `key`.
         """
         return replace(self.pattern.work(key), operator=self.operator)
 

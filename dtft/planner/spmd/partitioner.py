@@ -31,6 +31,8 @@ Sizes = Mapping[str, Any]
 class ShardedSize:
     """A number divided by the sizes of mesh axes, such as the bytes of an array.
 
+    `total` is the number for all devices together, `axes` are the axes that divide it.
+
     >>> ShardedSize(total=48, axes=("tensor",)).at({"tensor": 4})
     12.0
     """
@@ -62,10 +64,10 @@ def parts(axes: tuple[str, ...], sizes: Sizes) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectiveOp:
-    """One collective, with the mesh axes over which it communicates.
+    """One collective of a step.
 
-    `amount` has the bytes of the operand or of the result on one device, whichever is
-    larger.
+    `axes` are the mesh axes over which it communicates. `amount` has the bytes of its
+    operand or of its result on one device, whichever is larger.
     """
 
     kind: CollectiveKind
@@ -203,10 +205,10 @@ def convolution_sides(
 class WorkDims:
     """Finds the dim along which each mesh axis divides the work of one operator.
 
-    `kept` maps each axis to this dim, or to None if the devices along the axis repeat
-    the work. Equal dims of equal layers are given by one of them
-    (`ShardingAssignment.root`). A `ShardingAssignment` has the axes that divide the
-    operands and results.
+    The field `kept` maps each axis to this dim, or to None if the devices along the
+    axis repeat the work. The axes that divide the operands and results are given (a
+    `ShardingAssignment`). A dim of a repeated layer is replaced by the one that stands
+    for it in all equal layers.
     """
 
     def __init__(
@@ -230,8 +232,9 @@ class WorkDims:
     def _keep(self, axis: str) -> int | None:
         """Finds the dim along which a mesh axis divides the operator's work.
 
-        Returns the dim for which the fewest bytes are communicated (`_price`), or None
-        if there is no dim: then all devices along the axis repeat the work.
+        This is one of the dims that the axis divides in an operand or result: the dim
+        for which the fewest bytes are communicated. Returns None if there is no such
+        dim: then all devices along the axis repeat the work.
 
         For a matmul, a dim along which the axis divides two arrays (both operands, or
         one operand and the result) is preferred, as in `PartitionBaseCase` of XLA's
@@ -296,13 +299,13 @@ class WorkDims:
         return self.op.kind == "matmul" and not self._free(0, dim) | self._free(1, dim)
 
     def _free(self, index: int, dim: int) -> bool:
-        """Returns whether a dim is divided in a matmul's operand and not contracted.
+        """Returns whether a dim of a matmul's operand is divided, but not contracted.
 
         Returns False if no axis divides the dim in this operand, if the operand lacks
-        the dim or contracts it, and for operators other than matmuls.
+        the dim, if the matmul contracts it, and for operators other than matmuls.
 
         Args:
-            index: the position of the operand; above 1, the result is False.
+            index: the position of the operand, 0 or 1; False for higher positions.
             dim: the dim, an index into `Graph.dims`.
         """
         if self.op.kind != "matmul" or index > 1:
@@ -394,10 +397,10 @@ class ShardingAssignment:
         return self.axes.get(self.root(dim), ())
 
     def root(self, dim: int) -> int:
-        """Returns the dim in `axes` that has the axes of the given dim.
+        """Returns the dim that stands for a dim and for all that are divided alike.
 
-        This is the dim that `alias` names, such as the same dim of the first of several
-        equal layers; without an entry in `alias`, the given dim itself.
+        This is the entry of the dim in `alias`, such as the same dim of the first of
+        several equal layers. Without an entry it is the dim itself.
         """
         return self.alias.get(dim, dim)
 
@@ -405,8 +408,8 @@ class ShardingAssignment:
         """Returns the spec of a value (an array of the program): the axes of each dim.
 
         Dims of size one have no axes. If several dims of the value have the same axis,
-        only the first of them is divided by the axis. If `first` has a dim for the
-        value, this dim counts as the first.
+        the axis divides only one of them: the first, or the one that the field `first`
+        names for such values.
         """
         wanted = [
             self.of(dim) if size > 1 else ()
@@ -427,10 +430,11 @@ class ShardingAssignment:
         return tuple(spec)
 
     def _early(self, value: Value) -> int | None:
-        """Finds the position of the dim of a value that keeps its axes before others.
+        """Finds the position of the dim that gets its axes before all other dims.
 
-        The dim counts if several dims have the same axis, which can divide only one of
-        them. Returns None if `first` has no dim for the value.
+        It matters if several dims of the value have the same axis, which can divide
+        only one of them. Returns None if the field `first` names no dim for the value:
+        then earlier dims get their axes before later ones.
         """
         roots = [self.root(dim) for dim in value.dims]
         dim = self.first.get(frozenset(roots))
@@ -445,10 +449,11 @@ def flat(spec: Sequence[Axes]) -> Axes:
 def work_of(
     graph: Graph, operator: Operator, division: ShardingAssignment
 ) -> OperatorWork:
-    """Computes the work of each device in one execution of an operator.
+    """Computes what each device computes, reads, writes and sends for an operator.
 
-    The result includes the collectives that the operator needs if `division` (which
-    mesh axes divide which dims) holds for its operands and results.
+    The result is for one execution. It includes the collectives that the operator needs
+    if `division` (which mesh axes divide which dims) holds for its operands and
+    results.
     """
     return _Placed(graph, operator, division).work()
 
@@ -488,11 +493,12 @@ class _Placed(WorkDims):
         )
 
     def _turned_by(self) -> Axes:
-        """Lists the mesh axes that divide the dims in `Operator.turned_over`.
+        """Lists the mesh axes for which the operator reads transposed results strided.
 
-        These are contracted dims of matmuls whose transposed results the operator
-        reads. If such an axis is larger than 1, the operator reads the elements in
-        `OperatorWork.turned` with a stride. `MICRO` is left out.
+        The operator may read transposed results of matmuls. These axes divide the
+        contracted dims of the matmuls (`Operator.turned_over`). If one of the axes is
+        larger than 1, the elements in `OperatorWork.turned` are read with a stride.
+        Microbatches do not count as an axis here.
         """
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
         return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
@@ -533,8 +539,9 @@ class _Placed(WorkDims):
     def _further(self, value: Value) -> Axes:
         """Lists the axes that divide a result in addition to the axes of its spec.
 
-        From ZeRO level 2, these are the axes in `ShardingAssignment.rest` that divide
-        the sum of a gradient. Returns () for results that are no such gradient.
+        From ZeRO level 2, these axes divide the sum of a gradient, as they divide its
+        parameter between steps (`ShardingAssignment.rest`). Returns () for results that
+        are no such gradient.
         """
         dims = frozenset(map(self.division.root, value.dims))
         return tuple(
@@ -594,8 +601,9 @@ class _Placed(WorkDims):
         in `wanted`. The next ones are all-reduces over the other axes of `partial`.
 
         On CPU, the first one is an all-reduce, and exists only for matmuls,
-        convolutions and kernels without spare axes (`ShardingAssignment.spare`). Other
-        operators on CPU have all-reduces over all axes of `partial`.
+        convolutions and kernels, and only if there are no spare axes (axes along which
+        devices would repeat the operator). All other operators on CPU have all-reduces
+        over all axes of `partial`.
 
         Args:
             value: the result.
@@ -630,7 +638,8 @@ class _Placed(WorkDims):
     def _divides(self) -> dict[str, Axes]:
         """Finds the axes that divide a matmul's work; {} for other operators.
 
-        The keys are `m` (rows), `n` (columns), `k` (depth) and `b` (batch).
+        The result maps the rows (`m`), columns (`n`), depth (`k`) and batch (`b`) of
+        the matmul to the axes that divide the work along them.
         """
         if self.op.kind != "matmul" or len(self.inputs) < 2:
             return {}

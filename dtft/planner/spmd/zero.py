@@ -181,7 +181,10 @@ def zero_leaves(
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """How often a parameter that ZeRO divides is gathered, and in how many slices."""
+    """How often a parameter that ZeRO divides is gathered, and in how many parts.
+
+    A parameter that a loop slices is gathered in one part for each iteration.
+    """
 
     times: int
     """The number of gathers: per microbatch if `per_microbatch`, else per step."""
@@ -195,7 +198,11 @@ class Gathered:
 
     @property
     def messages(self) -> int:
-        """Collectives sent per microbatch or step: `times` x `slices`."""
+        """Number of all-gathers of the parameter: per microbatch, or else per step.
+
+        It is per microbatch if `per_microbatch` is true. Every gather (`times`) has one
+        message for each part (`slices`).
+        """
         return self.times * self.slices
 
 
@@ -203,7 +210,7 @@ class Gathered:
 class Moved:
     """The all-gather of a parameter that ZeRO divides; no operator of the program.
 
-    `where` is the parameter's path.
+    `where` is the parameter's path, `how` says how often it is gathered.
     """
 
     sent: CollectiveOp
@@ -213,7 +220,9 @@ class Moved:
 
 
 def loop_slices(value: Value, loops: Container[int]) -> int:
-    """Counts the slices that loops take from an array; 1 if no loop takes any.
+    """Counts the parts into which loops slice an array, such as one for each layer.
+
+    Returns 1 if no loop slices the array.
 
     Args:
         value: the array.
@@ -224,20 +233,20 @@ def loop_slices(value: Value, loops: Container[int]) -> int:
 
 
 def times_gathered(passes: int, changes: bool, zero: int, num_slices: int) -> Gathered:
-    """Computes how often, and in how many slices, a parameter is gathered.
+    """Computes how often a parameter that ZeRO divides is gathered, in how many parts.
 
     At ZeRO level 3, a parameter is gathered for every pass that reads it: the backward
-    pass gathers again (see `dtft.parallel.fsdp`). A loop over layers gathers the slice
-    of each layer. At levels 1 and 2, a parameter is gathered once, after the update. If
-    the step does not change the parameter, it is not gathered at these levels, because
-    it is still whole on every device. At level 0, nothing is gathered.
+    pass gathers again (see `dtft.parallel.fsdp`). A loop over layers gathers the part
+    of each layer separately. At levels 1 and 2, a parameter is gathered once, after the
+    update. If the step does not change the parameter, it is not gathered at these
+    levels, because it is still whole on every device. At level 0, nothing is gathered.
 
     Args:
         passes: the number of passes (forward, backward) that read the parameter.
         changes: whether the step changes the parameter.
         zero: ZeRO level.
-        num_slices: the number of slices that loops take from the parameter
-            (`loop_slices`).
+        num_slices: the number of parts into which loops slice the parameter; 1 if none
+            does.
 
     >>> [times_gathered(2, True, zero, 12).messages for zero in (0, 1, 3)]
     [0, 1, 24]
@@ -259,7 +268,7 @@ def gather_bundle(platform: str, sent: CollectiveOp, how: Gathered) -> Bundle | 
     Args:
         platform: the platform of the devices, such as `cpu` or `cuda`.
         sent: the gather.
-        how: how often, and in how many slices, the parameter is gathered.
+        how: how often the parameter is gathered, and in how many parts.
     """
     place = "parameters", how.slices
     found = bundle(platform, sent, how.messages, how.per_microbatch, place)

@@ -174,8 +174,9 @@ def judge(
 ) -> PredictionAccuracy:
     """Computes errors over all rows, and concordance over the rows marked in `ranked`.
 
-    Concordance is the share of pairs of rows in the right order. `predicted` and
-    `measured` have the seconds of each row, `ranked` has one bool per row.
+    Errors are |predicted / measured - 1|. Concordance is the share of pairs of rows
+    that the predictions order like the measurements. `predicted` and `measured` have
+    the seconds of each row, `ranked` has one bool per row.
     """
     errors = np.abs(predicted / measured - 1)
     keep = np.asarray(ranked, bool)
@@ -243,8 +244,8 @@ def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
     the prediction interval of a random-effects model (Higgins et al., "A re-evaluation
     of random-effects meta-analysis", 2009). In this model, the error of a row is the
     sum of two errors: one that all rows of its table share, and one of its own. If both
-    have normal distributions, the interval holds the share `INTERVAL_SHARE` of the rows
-    of a further table. Its width follows Student's t distribution with one degree of
+    have normal distributions, the interval holds 80 % of the rows of a further table.
+    Its width follows Student's t distribution with one degree of
     freedom less than there are tables, because a few tables say little about how much
     tables differ. The interval always contains the prediction, even if the mean error
     is large.
@@ -328,10 +329,10 @@ class PredictedLayout:
 def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yields all parallel layouts with the devices, global batch and options of `like`.
 
-    The degrees of tensor (`tp`, up to `LARGEST_TENSOR`), pipeline (`pp`) and data
-    parallelism (`dp`) have all sizes that divide the model, which has the given shape,
-    and the batch into equal parts. These are combined with all values of `micro_batch`
-    and `virtual_stages` that `_pipelines` allows.
+    The degrees of tensor (`tp`, up to 16), pipeline (`pp`) and data parallelism (`dp`)
+    have all sizes that divide the model, which has the given shape, and the batch into
+    equal parts. These are combined with all possible sizes of a microbatch, up to 32
+    sequences, and all possible numbers of virtual stages.
     """
     for tp in divisors(shape.heads):
         if tp > LARGEST_TENSOR or like.gpus % tp or shape.hidden % tp:
@@ -349,8 +350,8 @@ def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yields layouts with the tp, pp and dp of `split`.
 
     These are all combinations of a microbatch size and a number of virtual stages.
-    Microbatches have at most `LARGEST_MICRO_BATCH` sequences. More than one virtual
-    stage needs a number of microbatches that is a multiple of pp, and pp above 1.
+    Microbatches have at most 32 sequences. More than one virtual stage needs a number
+    of microbatches that is a multiple of pp, and pp above 1.
     """
     of_replica = split.global_batch // split.dp
     for micro_batch in divisors(of_replica):
@@ -369,7 +370,7 @@ def search(
     """Finds all layouts that fit the pool's memory with headroom, fastest first.
 
     `like` has the number of devices, the global batch and the options, and `scales` the
-    factors on predicted seconds. The share `HEADROOM` of the memory is kept free.
+    factors on predicted seconds. A tenth of a device's memory is kept free.
 
     Raises:
         ValueError: no layout exists; or no layout fits, in which case the message has

@@ -125,7 +125,11 @@ def accuracy_of(device: DeviceType, software: SoftwareName = "megatron") -> Accu
 
 
 def search_of(shape: Shape, layout: ParallelLayout, pool: Pool) -> PlanSearch:
-    """Returns the planner's search over plans for a model, with a layout's options."""
+    """Returns the planner's search for a model's training step on a pool.
+
+    The step is the program of the layout's software and options. The search computes
+    the seconds and memory of plans for it.
+    """
     return PlanSearch(workload_of(shape, layout), pool, scatters=True)
 
 
@@ -349,7 +353,8 @@ def predict_table(text: str, cluster: str) -> tuple[Table, tuple[RowPrediction, 
     """Predicts all rows of a table; returns the extended table and the predictions.
 
     Args:
-        text: Comma-separated, with the columns of `table.REQUIRED`.
+        text: Comma-separated, with a header. Needed columns are those of the shape and
+            layout, such as `hidden` and `tp`, and `recompute` (`table.REQUIRED`).
         cluster: A name of the catalog, sized by each row's `gpus`; or any cluster that
             `Cluster.parse` reads, which must be large enough for every row.
 
@@ -393,7 +398,7 @@ def check_dtype(row: Row, device: DeviceType) -> None:
     """Checks that a device has a peak for the dtype of a row, if it is below 16 bits.
 
     Other dtypes need no peak: programs compute them in a wider dtype, and so does the
-    prediction (`RowPrediction.unlisted`).
+    prediction, which then says so (`RowPrediction.unlisted`).
 
     Raises:
         ValueError: the device has no peak for the dtype; the message names the row.

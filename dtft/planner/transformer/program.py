@@ -287,7 +287,7 @@ def _product(spec: str, x: jax.Array, w: jax.Array, narrow: Any) -> jax.Array:
 
 
 def _product_back(spec: str, narrow: Any, kept: Any, dy: jax.Array) -> Any:
-    """Returns the gradients of both operands of `_product`.
+    """Returns the gradients of both operands of the matmul `_product`.
 
     Args:
         spec: spec of the matmul, as for `jnp.einsum`.

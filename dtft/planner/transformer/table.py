@@ -81,10 +81,10 @@ class Habits:
     """Dtype of matmuls."""
 
     def flash_attention(self, recompute: Recompute) -> bool:
-        """Returns whether an empty cell of a row means flash attention.
+        """Returns whether a run whose cell `flash_attention` is empty has used it.
 
-        True if `fused` (the usual options since Hopper). Without `fused`, True only for
-        rows whose `recompute` is `none`.
+        True for all runs on devices since Hopper (field `fused`). On earlier devices,
+        True only for runs without recomputation.
 
         Args:
             recompute: what the row's run recomputes in the backward pass.
@@ -92,11 +92,11 @@ class Habits:
         return self.fused or recompute == "none"
 
     def sequence_parallel(self, recompute: Recompute) -> bool:
-        """Returns whether an empty cell of a row means sequence parallelism.
+        """Returns whether a run whose cell `sequence_parallel` is empty has used it.
 
-        True if `fused` (the usual options since Hopper), and for rows without full
-        recomputation: sequence parallelism was published together with selective
-        recomputation (arXiv 2205.05198).
+        True for all runs on devices since Hopper (field `fused`). On earlier devices,
+        True for runs without full recomputation, because sequence parallelism was
+        published together with selective recomputation (arXiv 2205.05198).
 
         Args:
             recompute: what the row's run recomputes in the backward pass.
@@ -193,7 +193,7 @@ class Table:
         Raises:
             ValueError: a column is missing or not known, a cell cannot be read, a run
                 is impossible, or `check` raised an error. For bad rows, the message has
-                a line for each of the first `_SHOWN`, which names row and column.
+                a line for each of the first ten, which names row and column.
         """
         if missing := [name for name in REQUIRED if name not in self.header]:
             raise ValueError(
@@ -226,7 +226,7 @@ class Table:
 
 
 def _together(errors: Sequence[str], num_rows: int) -> str:
-    """Joins the errors of a table's bad rows, at most `_SHOWN` of them, to one text.
+    """Joins the errors of a table's bad rows, at most ten of them, to one text.
 
     Args:
         errors: the error of each bad row.
@@ -383,7 +383,7 @@ def _check_stages(where: str, shape: Shape, layout: ParallelLayout) -> None:
 
 
 def _check_arrays(where: str, shape: Shape, layout: ParallelLayout) -> None:
-    """Checks that the largest arrays of a step have fewer than `_LARGEST` elements.
+    """Checks that the largest arrays of a step have fewer than 2**60 elements.
 
     The arrays are the weights of all layers, their activations, attention scores
     without flash attention, and the logits. `where` names the row in errors.
