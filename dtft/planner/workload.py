@@ -427,8 +427,9 @@ class Workload:
         """The number of examples in a step; 0 if no batch leaf has rows.
 
         The rows of a leaf are the size of its first dim. Leaves with one row do not
-        count beside others. If all batch leaves have equally many rows, this is the number of
-        examples. Otherwise the first dim of one leaf is chosen, by these rules in turn:
+        count beside others. If all batch leaves have equally many rows, this is the
+        number of examples. Otherwise the first dim of one leaf is chosen, by these
+        rules in turn:
 
         * Not a dim that is the second dim of a leaf with another number of rows: such a
           dim indexes positions. It is chosen only if there is no other.
