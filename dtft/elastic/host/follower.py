@@ -391,7 +391,7 @@ class Follower:
         reach: Mapping[str, str] | None = None,
         keep: int = 0,
     ) -> None:
-        """Stops training here; reports the host's copies and the hosts that are silent.
+        """Stops training here; reports this host's copies and the unreachable hosts.
 
         Args:
             ballot: (term, number) of the round, a new attempt to form the job. An order
@@ -1219,7 +1219,7 @@ def local_follower(
         board: this host's progress board.
         loop: the agent's event loop.
         network: connects to other agents.
-        emit: makes the event loop call `Follower.happened`, see `Follower`.
+        emit: `emit(kind, *values)` makes the event loop pass the event to the follower.
         report: sends a report to the leader.
         trainers: trainers whose socket is open already; made here by default.
     """

@@ -1,13 +1,14 @@
 """The trainers of one host: attaching, messages, formations and ending.
 
-A trainer attaches over the agent's Unix socket. A trainer is either a process that this
-agent has started (`Command`), or a process of the user's. A user's process is accepted
-unless an `Objection` gives a reason or another of the user's processes is attached.
-`Trainers.let_go` kills a process that this agent started, and sends a user's process
-the reason. `Trainers.leave` makes a process that this agent started give up its slot,
-and keeps the process. No method but `Trainers.close` waits for a trainer: outgoing
-messages wait in a queue, and a thread waits for each killed process. A process that
-still runs after SIGKILL is given up.
+A trainer is either a process that this agent has started, or a process of the user's.
+It attaches over the agent's Unix socket. A user's process is accepted unless there is a
+reason to refuse it (`Objection`) or another of the user's processes is attached.
+
+To end a trainer (`Trainers.let_go`), a process of this agent is killed, and a user's
+process is sent the reason. A process of this agent can also be made to give up its slot
+and to go on without one (`Trainers.leave`). Only `Trainers.close` waits for trainers:
+outgoing messages wait in a queue, and a thread waits for each killed process. A process
+that still runs 10 s after SIGKILL is given up.
 """
 
 import contextlib
@@ -96,7 +97,7 @@ def _nobody(message: Mapping[str, Any]) -> str | None:
 
 @dataclass(kw_only=True, eq=False)
 class AttachedTrainer:
-    """One trainer: started by this agent (`process`) or by the user."""
+    """One trainer, started by this agent or by the user."""
 
     ident: int
     """Wall-clock time in ns of the start or attachment; unique among trainers."""
@@ -160,8 +161,8 @@ class Trainers:
       (`leave`), or has ended before. `number` identifies the order. `code` is the
       trainer's return code if it has ended by itself, else None.
     * ("joined", world): the member has joined a world.
-    * ("rehearsed", fields): a trainer in a world has compiled ahead; `fields` are those
-      of the report `rehearsed`.
+    * ("rehearsed", fields): a trainer in a world has compiled a step ahead; `fields`
+      are those that the report to the leader gets.
     """
 
     def __init__(
@@ -221,7 +222,10 @@ class Trainers:
             self._emit = emit
 
     def _tell(self, *event: Any) -> None:
-        """Emits an event, or stores it until `bind`; the caller holds the lock."""
+        """Emits an event, or stores it until there is a receiver (`bind`).
+
+        The caller has the lock of this object.
+        """
         (self._emit or (lambda *told: self._events.append(told)))(*event)
 
     @property
@@ -255,8 +259,8 @@ class Trainers:
     def waiting(self) -> int:
         """Ident of the waiting trainer; 0 for none.
 
-        A user's process that has a slot, but was not yet sent a restorable step
-        (`formed`), counts as waiting.
+        A user's process that has a slot, but was not yet sent the step that it can
+        restore, counts as waiting.
         """
         with self._lock:
             found = self._next
@@ -328,7 +332,7 @@ class Trainers:
     ) -> AttachedTrainer | None:
         """Accepts an attaching process and returns its trainer.
 
-        `message` is the process's `attach` message, and `link` the connection to the
+        `message` is the process's first message, and `link` the connection to the
         process. If the process is refused, sends it the reason and returns None.
         """
         started = self._started(message["pid"])
@@ -345,12 +349,12 @@ class Trainers:
     def _take(
         self, started: AttachedTrainer | None, message: dict[str, Any], link: AgentLink
     ) -> AttachedTrainer:
-        """Accepts an attaching process; the caller holds the lock.
+        """Accepts an attaching process; the caller has the lock of this object.
 
         Args:
             started: the trainer, if this agent has started the process; None for a
                 user's process.
-            message: the process's `attach` message.
+            message: the process's first message, with its pid.
             link: the connection to the process.
         """
         if started is None:
@@ -436,14 +440,15 @@ class Trainers:
     def start(self, message: Mapping[str, Any]) -> None:
         """Chooses the trainer for this host's slot in a new assignment, and starts it.
 
-        The member (see `Trainers`) is taken if it is the process that the message's
-        `world` names; else the waiting trainer; else a new process. Another member is
-        killed. If the user starts trainers and none waits, a "trainer_exit" event is
-        emitted.
+        The member (a trainer without a slot in a world of JAX processes) is taken if
+        the message names its world and its index there; else the waiting trainer; else
+        a new process. A member that is not taken is killed. If the user starts trainers
+        and none waits, a "trainer_exit" event is emitted.
 
         Args:
-            message: the slot's `start` message for a process that this agent started;
-                not sent to a user's process.
+            message: the fields of the slot's `start` message, among them `world`, which
+                has the `number` of the world and the `index` there. Only sent to a
+                process that this agent started.
 
         Raises:
             OSError: a new trainer cannot be started.
@@ -467,11 +472,11 @@ class Trainers:
                 self._order(trainer, "start", message)
 
     def _member_of(self, world: Mapping[str, Any]) -> AttachedTrainer | None:
-        """Returns the member if it is the process that `world` names.
+        """Returns the member if it has the given index in the given world.
 
-        `world` has the number of a world of JAX processes, and the index of a process
-        in it. If the member is another process, kills it and returns None. Returns None
-        without a member.
+        The member is a trainer without a slot in a world of JAX processes. `world` has
+        the `number` of a world and the `index` of a process in it. If the member is
+        another process, kills it and returns None. Returns None without a member.
         """
         member, wanted = self._member, (world["number"], world["index"])
         if member is None or (member.world, member.place) == wanted:
@@ -483,15 +488,14 @@ class Trainers:
     def join(self, world: Mapping[str, Any]) -> None:
         """Makes the waiting trainer join a world of JAX processes, without a slot.
 
-        The trainer becomes the member (see `Trainers`). Starts a trainer first if none
-        waits. Kills a member that has another index or is in another world. Does
-        nothing if the member is already the process with this index of this world, or
-        if the user starts the trainers.
+        A trainer without a slot in a world is called the member. If there is a member
+        with this index in this world, or if the user starts the trainers, does nothing.
+        Otherwise kills the member that there is, and starts a trainer if none waits.
 
         Args:
             world: the world's `number`, the `index` of this host's process in the
-                world, and what the process needs to connect: see
-                `train.world.World.join`.
+                world, and what the process needs to connect, such as the address of the
+                coordination service (see `train.world.World.join`).
 
         Raises:
             OSError: a new trainer cannot be started.
@@ -508,7 +512,8 @@ class Trainers:
         """Passes the order to compile steps ahead to the trainer in this world, if any.
 
         `world` is the number of the world (set of connected JAX processes). `fields`
-        are `turn`, `formations` and `items`, see `Follower.rehearse`.
+        are the arguments `turn`, `formations` and `items` of `Follower.rehearse`: the
+        assignments that may follow, and the trainers' plan.
         """
         with self._lock:
             for trainer in (self._trainer, self._member):
@@ -560,8 +565,8 @@ class Trainers:
     def leaving_pid(self, number: int) -> int:
         """Returns the process id of a trainer that was ordered to give up its slot.
 
-        `number` identifies the order (`leave`). 0 if the trainer has given up its slot
-        or has ended.
+        `number` identifies the order, see `leave`. Returns 0 if the trainer has given
+        up its slot or has ended.
         """
         with self._lock:
             if self._leaving is not None and self._leaving[1] == number:
@@ -610,7 +615,7 @@ class Trainers:
     def is_active(self, ident: int) -> bool:
         """Whether `ident` identifies the trainer that has this host's slot.
 
-        False once `exited` has reported that trainer's exit.
+        False once that trainer's end was recorded (`exited`).
         """
         return ident == self._active != 0
 
@@ -642,8 +647,9 @@ class Trainers:
     def _ended(self, trainer: AttachedTrainer, code: int) -> None:
         """Forgets a trainer that has ended or is given up; emits "trainer_exit".
 
-        `code` is that of the "trainer_exit" event (see `Trainers`). Does nothing in a
-        second call for the same trainer.
+        Does nothing in a second call for the same trainer. `code` is the return code of
+        a process of this agent; for a user's process, 1 if it had said that it leaves
+        the job, else 0.
         """
         with self._lock:
             if self._known.pop(trainer.ident, None) is None:
@@ -682,8 +688,8 @@ class Trainers:
     def let_go(self, reason: str = "", *, waiting: bool = False) -> int | None:
         """Ends the active trainer: kills it if the agent started it, else detaches it.
 
-        A user's process that was not yet sent a restorable step (`formed`) waits for
-        the next assignment of slots instead.
+        A user's process that was not yet sent the step that it can restore is not
+        detached, but waits for the next assignment of slots.
 
         Args:
             reason: the reason, which is sent to a user's process.
@@ -691,8 +697,8 @@ class Trainers:
                 giving up its slot are ended too.
 
         Returns:
-            The exit code of an active trainer that has ended already, if `exited` has
-            not reported it. None in every other case.
+            The exit code of an active trainer that has ended already, if its end was
+            not recorded yet (`exited`). None in every other case.
         """
         with self._lock:
             trainer, active = self._trainer, self._active
@@ -730,9 +736,9 @@ class Trainers:
             threading.Thread(target=self._bury, args=(trainer,), daemon=True).start()
 
     def _bury(self, trainer: AttachedTrainer) -> None:
-        """Waits for a killed process to end; gives the process up after `KILL_S`.
+        """Waits for a killed process to end; gives the process up after 10 s.
 
-        Runs on a thread of its own.
+        A process that was given up counts as ended. Runs on a separate thread.
         """
         if trainer.ended.wait(KILL_S):
             return
@@ -754,8 +760,8 @@ class Trainers:
     def close(self) -> None:
         """Stops listening and ends every trainer.
 
-        Waits at most `KILL_S` seconds in all for killed processes, and at most `SEND_S`
-        for each user's process to receive the reason.
+        Waits at most 10 s in all for killed processes, and at most 5 s for each user's
+        process to receive the reason.
         """
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # otherwise accepting goes on
@@ -802,9 +808,10 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 def joining(config: AgentConfig) -> dict[str, Any]:
     """Returns the fields that an order to join a world takes from the config.
 
-    A world is a set of connected JAX processes. The fields are deadlines in seconds
-    (`heartbeat_s`, `start_s`), the number of CPU `devices`, and `lasts`: whether the
-    world can outlast an assignment of slots.
+    A world is a set of connected JAX processes. The fields are `heartbeat_s` and
+    `start_s` (seconds without a sign of life after which a process counts as lost, and
+    the limit of the start), `devices` (number of CPU devices of a process) and `lasts`
+    (whether the world can outlast an assignment of slots).
     """
     return {
         "heartbeat_s": config.timeouts.heartbeat,

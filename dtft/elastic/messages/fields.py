@@ -83,8 +83,8 @@ def binary(value: object) -> bool:
 def digests(value: object) -> bool:
     """Whether a value is bytes that may be the digests of one slice's chunks.
 
-    Each chunk (a part of the slice's bytes) has a digest of `DIGEST_BYTES` bytes; the
-    value is their concatenation. Only its length is checked.
+    Each chunk (a part of the slice's bytes) has a digest of 16 bytes; the value is
+    their concatenation. Only its length is checked: a multiple of 16.
     """
     return isinstance(value, bytes) and len(value) % DIGEST_BYTES == 0
 
@@ -183,8 +183,9 @@ Items are the parts of a step that are not arrays.
 def known_layout(text: str) -> Layout:
     """Parses the JSON of a layout (mesh and leaves of the state).
 
-    The text must have passed the check `layout`; other text can raise any exception.
-    The last four layouts are cached, because all hosts send the same layout.
+    The text must have been checked before (see the function `layout`); other text can
+    raise any exception. The last four layouts are cached, because all hosts send the
+    same one.
     """
     return Layout.from_json(text)
 
@@ -243,9 +244,9 @@ _piece = record_of(path=text, start=_shape, stop=_shape, dtype=text)
 def piece(value: object) -> bool:
     """Whether a value is a dict with the fields of a `Slice`, a part of an array.
 
-    `start` has the first index of the part in each dim of the array, and `stop` one
-    past the last index. In each dim `start` must be at most `stop`. NumPy must know the
-    dtype.
+    The fields are the path and dtype of the array, and for each dim the first index of
+    the part (`start`) and one past the last (`stop`). In each dim `start` must be at
+    most `stop`. NumPy must know the dtype.
     """
     if not _piece(value):
         return False
@@ -266,8 +267,9 @@ def piece(value: object) -> bool:
 def region(value: object) -> bool:
     """Whether a value is a dict with the keys of a `Region`: old, new and moved.
 
-    Each is a slice as a dict (see `piece`). A region is the part `moved` of an old
-    slice `old` that becomes part of a new slice `new`. So `moved` must lie inside both.
+    Each is a part of an array, as a dict (see `piece`). A region says that the part
+    `moved` is copied out of the slice `old` (before a change of the mesh) into the
+    slice `new` (after it), so it must lie inside both.
     """
     if not (isinstance(value, dict) and value.keys() >= {"old", "new", "moved"}):
         return False

@@ -141,10 +141,10 @@ OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
 def fault_of_order(message: object, host: str | None = None) -> str | None:
     """Checks an order; returns the first error in words, or None. Does not raise.
 
-    An order has an op (its kind); `ORDER_FIELDS` has the fields of each op. The second
-    example lacks six fields of its op, which the error lists. Fields that this version
-    does not know are allowed, so the last example returns None. (The order "lend" makes
-    a host keep a step for hosts that export it; step -1 frees the step.)
+    An order has an op (its kind), which decides the fields that it must have. The order
+    "lend" makes a host keep a step in memory for hosts that export it; step -1 frees
+    the step. The second example lacks six fields, which the error lists. Fields that
+    this version does not know are allowed, so the last example returns None.
 
     Args:
         message: the received message.
@@ -243,9 +243,10 @@ def _assemble(order: Message, host: str | None) -> str | None:
 
 
 def _without_digest(order: Message) -> str | None:
-    """Returns an error text if a slice to fetch has no digest in `order`, else None.
+    """Returns an error text if an order lacks the digest of a slice to fetch, or None.
 
-    A host checks the bytes that it fetches against these digests.
+    A host checks the bytes that it fetches against these digests, which the order maps
+    from slice keys.
     """
     known = order["digests"].keys()
     for transfer in order.get("transfers", ()):
@@ -260,7 +261,7 @@ def _without_digest(order: Message) -> str | None:
 
 
 def _key(piece: Mapping[str, Any]) -> str:
-    """Returns the key (`Slice.key`, a slice's name) of a slice given as a dict."""
+    """Returns the key of a slice given as a dict: path, index ranges and dtype."""
     pairs = zip(piece["start"], piece["stop"], strict=True)
     ranges = ",".join(f"{a}:{b}" for a, b in pairs)
     return f"{piece['path']}[{ranges}]:{piece['dtype']}"

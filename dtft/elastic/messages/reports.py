@@ -46,10 +46,10 @@ _WINDOW = {field.name: field.type for field in dataclasses.fields(Window)}
 
 
 def _window_or_none(value: object) -> bool:
-    """Whether a value is None or a `Window` (a trainer's measured times) as a dict.
+    """Whether a value is None or a trainer's measured times, a `Window` as a dict.
 
-    The dict must have exactly the fields of `Window`. The times must be nonnegative and
-    finite, and the numbers of steps nonnegative ints.
+    The dict must have exactly the fields of that class. The times must be nonnegative
+    and finite, and the numbers of steps nonnegative ints.
     """
     if value is None:
         return True
@@ -226,9 +226,9 @@ def fault_of_report(
     """Checks each field of a report; returns the first error in words, or None.
 
     `table` maps each known op (the kind of a report, in its field "op") to the op's
-    fields and their checks. In the examples, `code` is a trainer's exit code and must
-    be an int. `ballot`, (leader's term, counter), identifies an attempt to assign hosts
-    to slots.
+    fields and their checks. The examples report that a trainer has ended: "code" is its
+    exit code, and must be an int. "ballot" is (leader's term, counter), which
+    identifies an attempt to assign hosts to slots.
 
     >>> fault_of_report({"op": "trainer_exit", "ballot": [7, 1], "code": "9"})
     "trainer_exit: code='9'"
@@ -242,9 +242,9 @@ def report_fields(
 ) -> dict[str, Any]:
     """Returns the fields of a valid report that `table` has for its op (its kind).
 
-    Leaves out `ballot`, which identifies the attempt to assign hosts to slots in which
-    the report was made. Also drops unknown fields, which a host of a newer version may
-    send.
+    Leaves out the field "ballot", which identifies the attempt to assign hosts to slots
+    in which the report was made. Also leaves out unknown fields, which a host of a
+    newer version may send.
     """
     known = table[message["op"]]
     return {
@@ -262,16 +262,16 @@ def misfit(
 ) -> str | None:
     """Checks a report against the current assignment of hosts to slots.
 
-    Assumes that each field of the report is valid (`fault_of_report`). Returns None for
-    a report whose op (kind) is not in `OF_A_SLOT`. Other reports are checked for this:
+    Only reports about a slot are checked, by their op (kind, see `OF_A_SLOT`); for all
+    others the result is None. The fields of the report must have been checked before.
 
-    * The host must have a slot, and a slot in the report must be this slot. In a `held`
-      report (slot `target` holds a copy of the slices of slot `source`), `target` must
-      be this slot, and `source` one of the slots.
-    * A layout (mesh and leaves of the state) in the report must have as many slots as
-      the assignment.
-    * A `staged` report (a snapshot is in the host's memory) must have one entry in
-      `digests` for each slice of the slot.
+    * The host must have a slot, and a slot in the report must be this slot. A `held`
+      report says that slot `target` has a copy of the slices of slot `source`; in it,
+      `target` must be this slot, and `source` one of the slots.
+    * In reports of a layout (mesh and leaves of the state) and in `wanted` reports, the
+      layout must have as many slots as the assignment.
+    * A `staged` report (a snapshot is in the host's memory) must have the digests of as
+      many slices as the slot has, if the layout of the state is known.
 
     Args:
         host: the reporting host.

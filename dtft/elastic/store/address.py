@@ -93,7 +93,7 @@ class StoreAddress:
             key: value of --store-key.
             user: value of --store-user.
             password_file: value of --store-password-file.
-            prefix: value of --store-prefix; `DEFAULT_PREFIX` if not given.
+            prefix: value of --store-prefix; "/dtft" if not given.
             private: whether dtft is the only user of this etcd.
 
         Raises:
@@ -157,7 +157,7 @@ class StoreAddress:
         return context
 
     def password(self) -> str:
-        """Reads the password from the first line of `password_file`.
+        """Reads the user's password from the first line of its file.
 
         Raises:
             ValueError: the file cannot be read, or its first line is empty.

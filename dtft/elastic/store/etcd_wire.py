@@ -2,8 +2,8 @@
 
 Keys and values are in Base64, integers are strings, and fields of value 0 are left out.
 Calls use HTTP/1.1, endless responses HTTP/1.0. Every wait on the network ends at a
-deadline that the caller gives (`end`, a time of `time.monotonic`); `EtcdStream.receive`
-waits for at most 0.2 s.
+deadline that the caller gives (`end`, a time of `time.monotonic` in seconds). Only the
+wait for the next message of an endless response has a fixed limit, 0.2 s.
 """
 
 import base64
@@ -217,7 +217,7 @@ def refusal(said: str, reply: Mapping[str, Any]) -> Exception:
     and StoreUnavailable for every other error.
 
     Args:
-        said: beginning of the error's text: store and operation.
+        said: first words of the exception's text: the store and the operation.
         reply: error reply to a call, or error message of a watch.
     """
     code, message = grpc_code(reply), error_text(reply)
@@ -301,8 +301,8 @@ def _addresses(host: str, port: int, end: float) -> list[tuple[int, Any]]:
     """Resolves a host name on a thread, which is abandoned if the resolver hangs.
 
     Returns:
-        (address family, socket address with `port`) of each address, as `socket` takes
-        them.
+        For each address: the address family, and the socket address with the port, as
+        Python's module `socket` takes them.
 
     Raises:
         OSError: the name cannot be resolved by the time `end`.
@@ -328,7 +328,7 @@ def _addresses(host: str, port: int, end: float) -> list[tuple[int, Any]]:
 
 
 class _Readable(io.RawIOBase):
-    """The reading side of a socket; all reads share one deadline."""
+    """The reading side of a socket, with one deadline for all reads together."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:
         super().__init__()
@@ -348,8 +348,8 @@ _LONGEST_LINE, _MOST_HEADERS = 1 << 16, 100
 def read_reply(sock: socket.socket, end: float) -> tuple[int, bytes, bool]:
     """Reads one HTTP/1 reply.
 
-    `http.client` is not used here, because it parses headers like those of an e-mail,
-    which takes longer than the rest of a call.
+    Python's `http.client` is not used here: it parses headers like those of an e-mail,
+    which takes longer than everything else in a call.
 
     Returns:
         The HTTP status, the body, and whether the peer then disconnects.
@@ -430,7 +430,7 @@ class Connection:
     def __init__(
         self, endpoint: tuple[str, int], context: ssl.SSLContext | None
     ) -> None:
-        """Stores the address; `open` connects, without a proxy."""
+        """Stores the address and the TLS context (None: no TLS); does not connect."""
         self.endpoint, self._context = endpoint, context
         self._sock: socket.socket | None = None
 
@@ -472,7 +472,7 @@ class Connection:
         return status, found
 
     def close(self) -> None:
-        """Closes the connection; `open` can connect again."""
+        """Closes the connection, which may be opened again."""
         sock, self._sock = self._sock, None
         if sock is not None:
             sock.close()
@@ -531,7 +531,7 @@ class EtcdStream:
             context: TLS context; None for no TLS.
             body: the watch request.
             headers: headers of the request.
-            end: deadline of the response's header (`time.monotonic`).
+            end: time (`time.monotonic`) by which the response's header must be there.
 
         Raises:
             OSError: no connection, no response in time, or a refusal.

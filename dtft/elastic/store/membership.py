@@ -68,10 +68,10 @@ class Compaction:
     def wrote(self, num_bytes: int) -> None:
         """Counts one write of `num_bytes`; compacts the store at the end of a period.
 
-        A period ends after `PERIOD_WRITES` writes or `PERIOD_BYTES` bytes. The
+        A period ends after 500 writes or 512 KiB of values, whichever is first. The
         compaction drops the values that were replaced before the period began. Values
         that were replaced during the period stay, so that a watch can continue after a
-        short interruption. A shared store is not compacted.
+        short interruption. A store with other users is not compacted.
         """
         if not self._store.private:
             return
@@ -91,8 +91,8 @@ class Compaction:
     def reclaim(self) -> None:
         """Frees space in a store that refuses writes because its quota is used up.
 
-        Only logs a warning if the store is shared. Does nothing for `RECLAIM_PAUSE_S`
-        after an attempt, or for `FULL_PAUSE_S` after a warning about a shared store.
+        If the store has other users, only logs a warning. Does nothing for 5 s after an
+        attempt, or for 60 s after such a warning.
         """
         if self._clock() < self._reclaimed + self._pause_s:
             return
@@ -218,8 +218,9 @@ class Membership:
     def _register(self, record: HostRecord) -> int:
         """Makes a lease and writes this host's record with that lease; blocks.
 
-        First writes those of the job's keys that the store lacks: the era, and the
-        settings in `claims`, which maps the name of each setting to its value.
+        First writes the keys that the first host of a job writes, if the store lacks
+        them: the era, and the settings that all hosts must have in common (attribute
+        `claims`: the name of each setting to its value).
 
         Returns:
             The id of the lease.
@@ -296,8 +297,8 @@ class Membership:
     def _answered(self, outcome: "Future") -> bool:
         """Marks the running store call as ended; returns whether the call succeeded.
 
-        If the store did not answer, the next call is made after `RETRY_S` seconds.
-        Errors other than StoreUnavailable are raised.
+        `outcome` is the finished future of the call. If the store did not answer, the
+        next call is made after 0.2 s. Errors other than StoreUnavailable are raised.
         """
         self._busy = False
         error = outcome.exception()
@@ -332,7 +333,7 @@ class Membership:
     # ---------------------------------------------------------------- the view
 
     def _changed(self, pairs: Pairs, revision: int) -> None:
-        """Parses the job's keys into a view and calls `on_view`.
+        """Parses the job's keys into a view and passes it on (`on_view`).
 
         `pairs` are the keys with their values at the store's `revision`. If the store
         has lost data since the view before, a new era is written instead: a number that
@@ -379,9 +380,10 @@ class Membership:
         return Compare(key=key, target="value", value=view.era_value)
 
     def _check_registered(self, view: View) -> None:
-        """Schedules a write of the record if a view lacks it or has an earlier one.
+        """Schedules a write of this host's record if a view lacks it or it is older.
 
-        Calls `on_replaced` if a later agent process has this host's name.
+        If a later agent process has registered under this host's name, reports that
+        instead (`on_replaced`).
         """
         if not self._lease or self._busy:
             return
@@ -428,9 +430,9 @@ class Membership:
     def let_go(self, term: View) -> None:
         """Gives up the leader key without waiting; this host remains a follower.
 
-        `term` is a view of the store in which this host holds the key. Deletes the key,
-        and registers this host again under a new lease. If the store does not answer
-        the delete, the key disappears when this host's old lease expires.
+        Deletes the key, and registers this host again under a new lease. If the store
+        does not answer the delete, the key disappears when this host's old lease
+        expires. `term` is a view of the store in which this host has the leader key.
         """
         self._lease, self._due = 0, 0.0
         mine = [self._fence(term), self._in_era(term)]

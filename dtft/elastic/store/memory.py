@@ -59,13 +59,14 @@ class MemoryStore:
 
     @property
     def private(self) -> bool:
-        """Always True, so the history may be dropped; see `Store.private`."""
+        """Always True: the store has no other user, so its history may be dropped."""
         return True
 
     def set_available(self, up: bool) -> None:
-        """Makes calls raise StoreUnavailable (`up` False), or work again (True).
+        """Makes calls raise StoreUnavailable (`up` False), or succeed again (True).
 
-        `compact` and `reclaim` always work; a watch yields nothing while `up` is False.
+        Calls that drop history (`compact`, `reclaim`) always succeed. A watch yields
+        nothing while the store is unavailable.
         """
         with self._changed:
             self._down = "" if up else "made unavailable"
@@ -251,8 +252,9 @@ class MemoryStore:
     def _since(self, prefix: str, position: int) -> tuple[Events, int]:
         """Returns the events from revision `position` on, and the next position.
 
-        If some of these events were dropped from the history, returns a `Resync` in
-        their place. Returns no events while the store is unavailable.
+        Only events of keys with the prefix are returned. If some of them were dropped
+        from the history, returns a listing of all these keys (`Resync`) in their place.
+        Returns no events while the store is unavailable.
         """
         if self._down:
             return [], position

@@ -3,8 +3,8 @@
 After every change the complete copy is reported, with the store's revision. If the
 watch misses changes or the store loses data, the keys are listed again. To detect a
 loss, the newest pairs of the copy are compared with the store's each time the watch
-connects, which a quiet watch does every 30 s. The keys are not listed at each connect,
-because every listing sends the records of all hosts to every host.
+connects; a watch without events connects again every 30 s. The keys are not listed at
+each connect, because each listing would send the records of all hosts to this host.
 """
 
 import functools
@@ -102,9 +102,9 @@ def _follow(store: Store, prefix: str, changed: Changed, stop: threading.Event) 
 def _conditions(copy: Pairs) -> list[Compare]:
     """Returns the conditions that a store has the same newest pairs as `copy`.
 
-    The newest pairs are the `_COMPARED` pairs that were written last; pairs with a
-    value of more than `_COMPARED_BYTES` bytes are left out. Each condition is that the
-    store has the same value for one key.
+    The newest pairs are the 16 pairs that were written last; pairs with a value of more
+    than 4096 bytes are left out. Each condition is that the store has the same value
+    for one key. `copy` maps each key to its pair.
     """
     small = (it for it in copy.values() if len(it.value) <= _COMPARED_BYTES)
     newest = heapq.nlargest(_COMPARED, small, key=lambda it: it.mod_revision)

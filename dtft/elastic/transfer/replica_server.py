@@ -1,8 +1,8 @@
 """Serves this host's copies: receives slices from peers, and answers fetches.
 
-This is the receiving side of `replication`. A push (a peer's slices of one step) is
-refused if its epoch, (generation, attempt), is not this host's. A push counts as held
-only once every digest was verified here. A fetch is answered from the copies for the
+The module `replication` is the sending side. A push (a peer's slices of one step) is
+refused if its epoch, (generation, attempt), is not this host's. It counts as a copy
+here only once every digest was verified. A fetch is answered from the copies for the
 newest assignment of slots, or for a former one.
 """
 
@@ -57,9 +57,12 @@ def find_copies(
 ) -> list[Parts]:
     """Returns the memory of the slices with these keys, each from a holder with a copy.
 
-    A holder has the copies for one layout and slot; a None in `holders` is skipped. If
-    several holders have a slice, the last of these holders is used. The copies are of
-    the given step; if `step` is `NEWEST`, the newest copy in the used holder is taken.
+    Args:
+        holders: objects with the copies for one layout and slot each; None is skipped.
+            If several have a slice, the last of them is used.
+        step: the step of the copies; -1 (`NEWEST`): the newest copy of each slice that
+            the used holder has.
+        keys: the keys of the slices.
 
     Raises:
         KeyError: no holder has a copy of a slice at this step.
@@ -76,10 +79,10 @@ def find_copies(
 class Inbox:
     """Functions through which the threads that answer peers read this host's state.
 
-    `epoch` returns the current (generation, attempt), `holder` the copies for the
-    newest assignment of slots, or None if there are none yet, and `former` the copies
-    for earlier assignments. The threads call `epoch` and `holder` anew for every push
-    and every fetch, and `former` for every fetch.
+    `epoch` returns the (generation, attempt) of this host's assignment. `holder`
+    returns the copies for the newest assignment of slots, or None if there are none
+    yet, and `former` those for earlier assignments. The threads call these functions
+    anew for every push and fetch, because the results change.
     """
 
     epoch: Callable[[], Epoch]
@@ -111,8 +114,9 @@ def serve_pushes(channel: Channel, inbox: Inbox) -> None:
 class _Announced:
     """The validated header of a push, which is a peer's slices of one step.
 
-    `source` is the peer's slot. `digests` has the digests of each slice, and `items`
-    the values of the checkpoint that are not arrays.
+    `epoch` is the (generation, attempt) of the peer's assignment of slots, and `source`
+    the peer's slot. `digests` has the digests of each slice's chunks, joined, and
+    `items` the values of the checkpoint that are not arrays.
     """
 
     epoch: Epoch

@@ -1,8 +1,8 @@
 """Pushes the slices of every step to the peers that keep copies.
 
-This is the sending side; `replica_server` is the receiving side. The placement decides
-which slices go to which peer. Bytes count as held only once the receiver has verified
-their digests.
+This is the sending side; the module `replica_server` is the receiving side. The
+placement of copies decides which slices go to which peer. A slice counts as a copy only
+once the receiver has verified its digests.
 """
 
 import logging
@@ -156,9 +156,9 @@ class Pusher:
 
 
 def share_pace(pushers: Sequence[Pusher], limit_s: float) -> PushPace:
-    """Makes pushers share one rate limit; must be called before their first step.
+    """Limits the rate of several pushers together; called before their first step.
 
-    Returns the `PushPace` that sets the limit. The caller must call `PushPace.staged`
+    Returns the object that sets the limit. The caller must call its method `staged`
     after each snapshot; before the first call there is no limit. `limit_s` is the
     number of seconds within which a step must arrive at the peers.
     """

@@ -1,13 +1,14 @@
 """Carries out a restore plan on one host: the one executor of all restores.
 
 Fills the memory of a slot's slices as the leader has ordered. Correct copies that the
-host has already are used. The other slices are fetched from the peers in parallel: each
-slice whole, by its key, or, if the state is now divided differently than in the commit,
-in regions (pieces of committed slices) from which it is assembled.
+host has already are used. The other slices are fetched from the peers in parallel. If
+the state is divided among the slots as in the commit, each is fetched whole, by its
+key. Otherwise pieces of committed slices (regions) are fetched, and the slice is
+assembled from them.
 
-Committed slices are read in whole chunks whose digests must be the commit's, so wrong
-bytes are never restored. Afterwards the leader compares the digests that the owners of
-an assembled slice report.
+Committed slices are normally read in whole chunks whose digests must be the commit's,
+so wrong bytes are not restored. Afterwards the leader compares the digests that the
+owners of an assembled slice report.
 """
 
 import concurrent.futures
@@ -94,9 +95,9 @@ class FetchOrder:
     def regions(self, memory: Mapping[str, Parts]) -> dict[Slice, list[Region]]:
         """Maps each committed slice to the regions that are copied out of it.
 
-        A region is a piece of a committed slice that becomes a piece of a new slice.
-        `memory` maps the keys of new slices to their memory; regions of other new
-        slices are left out.
+        A region is a piece of a committed slice that becomes a piece of a new slice, a
+        slice under the current layout. `memory` maps the keys of new slices to the
+        memory to fill; regions of other new slices are left out.
         """
         found: dict[Slice, list[Region]] = {}
         for entry in self.transfer.get("regions", ()):
@@ -129,15 +130,16 @@ def restore_copies(
 
     Args:
         copies: this host's copies, among them the memory of the slot.
-        order: the leader's order, see `restore_into`.
+        order: the leader's order: what `restore_into` needs, and the slot, layout and
+            failure domains for which memory is allocated.
         config: settings of this host's agent.
         credentials: the job's credentials.
         nixl: reads from peers that have NIXL too; None: without NIXL.
 
     Returns:
         The result of `restore_into`: bytes, seconds and digests, or an `error`. If the
-        arena could not be allocated or a newer order of the leader has arrived, only
-        `fatal`: the reason in words.
+        arena could not be allocated, or a newer order of the leader arrived before
+        that, only `fatal`: the reason in words.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
@@ -179,9 +181,12 @@ def restore_into(
 
     Args:
         holder: this host's copies for the slot in the order; its memory is filled.
-        order: the leader's order: generation, attempt, step, digests, items, transfers
-            and regions. Its field `read` says whether this host's copies are read and
-            verified now; otherwise the trainer verifies them when it loads them.
+        order: the leader's order: `generation` and `attempt` (its number), `step`,
+            `digests` (key of each committed slice to its digests), `items` (JSON values
+            of the checkpoint), `transfers` (whole slices to fetch) and `regions`
+            (pieces of slices to copy or fetch). `read` says whether this host's copies
+            are read and verified now; otherwise the trainer verifies them when it loads
+            them.
         host: this host's name.
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
@@ -354,12 +359,16 @@ def borrow(
 ) -> None:
     """Fetches and verifies those slices of an exported step that this host lacks.
 
+    The fetched slices are put into this host's memory, from where the exporter writes
+    them to storage.
+
     Args:
         holder: this host's copies.
-        pin: number of the pin, which keeps the step in memory until the export has
-            ended.
-        order: the leader's order: `step`, `epoch`, `digests` and `transfers` as in
-            `bring`.
+        pin: number of the pin (a reservation that `ReplicaStore.pin` makes), which
+            keeps the step's buffers in memory until the export has ended.
+        order: the leader's order: `step`, `epoch` ((generation, attempt) of the
+            assignment of slots), `digests` (slice key to digests) and `transfers`
+            (for each peer, its address and the keys of the slices to fetch).
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
 
@@ -399,11 +408,11 @@ def bring(
     """Fills the memory of slices as an order says; verifies all bytes that are read.
 
     Args:
-        new: the memory of each slice; other slices of the order are not filled.
-        order: `step`, `digests` of committed slices, the number of the order as
-            `epoch` or as `generation` and `attempt`, which peers get with each request,
+        new: maps each slice to its memory; other slices of the order are not filled.
+        order: `step`; `digests` (key of each committed slice to its digests);
             `transfers` (whole slices to fetch) and `regions` (pieces of committed
-            slices to copy or fetch).
+            slices to copy or fetch), for each host; and the number of the order, as
+            `epoch` or as `generation` and `attempt`, which peers get with each request.
         credentials: the job's credentials.
         limit_s: deadline of each fetch, in seconds.
         chunk_bytes: bytes of a chunk, which has one digest.
@@ -464,7 +473,8 @@ def bring(
 def _whole(order: FetchOrder, memory: Mapping[str, Parts]) -> list[str]:
     """Returns the keys of those slices in `memory` that an order fetches whole.
 
-    The order names the slice in `keys`, or its only region is a whole committed slice.
+    Either the order names the slice, or the order copies only one region of a committed
+    slice, and this region is that slice and a whole new one.
     """
     keys = [key for key in order.transfer.get("keys", ()) if key in memory]
     return keys + [old.key for old, them in order.regions(memory).items() if _one(them)]
@@ -484,9 +494,9 @@ def _flat(
 ) -> dict[str, Parts]:
     """Returns a map like `memory`, with contiguous memory for assembled slices.
 
-    If a slice is assembled from regions, and its memory in `memory` consists of several
-    buffers, the returned map has one new buffer for it. `bring` copies this buffer to
-    `memory` at the end.
+    `memory` maps the key of each slice to its memory. For a slice that is assembled
+    from regions, and whose memory consists of several buffers, the returned map has one
+    new buffer. The caller copies this buffer to the slice's memory at the end.
     """
     flat = dict(memory)
     for order in orders:

@@ -1,8 +1,8 @@
 """One host's slices of a step under other shardings, in separate memory.
 
-Serves a process that restores a step with other shardings than the step was saved with.
-`SideArena` keeps only these slices, until the process has read them. `Resharding` fills
-the arena on a thread.
+Serves a user's process that restores a step with other shardings than the step was
+saved with. The slices are in shared memory (`SideArena`) until the process has read
+them. A thread assembles them from committed slices (`Resharding`).
 """
 
 import itertools
@@ -47,8 +47,8 @@ class SideArena:
                 `restore_executor.bring`.
 
         Returns:
-            `arena` (its path) and `digests` (for each of the slot's slices, those of
-            its chunks, joined), for the process.
+            For the process: `arena` (path of the memory) and `digests` (for each of the
+            slot's slices, the digests of its chunks, joined).
 
         Raises:
             OSError: not enough memory; names bytes needed and available.
@@ -84,9 +84,10 @@ class SideArena:
 class Resharding:
     """Assembles the slices of a step that this host's process requests.
 
-    Emits the event ("assembled", task, answer), with the task that was passed to
-    `begin`. The answer has the `step`, its `layout` as JSON, and either `arena` (path
-    of the memory) and `digests`, or `error`.
+    When it has ended, emits the event ("assembled", task, answer). The task is the slot
+    for which the process has requested the step. The answer has the `step`, the
+    requested `layout` as JSON, and either `arena` (path of the memory) and `digests`
+    (of each slice's chunks), or `error` (the reason of the failure).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The leader's order for one host's slot, and the pushers of the slot's copies.
 
 A pusher sends the slot's slices to one peer. When slots are assigned anew, the host
-drops its `SlotTask`: the pushers, their shared rate limit and the count of staged steps
-(`turn`).
+drops its `SlotTask`: the order, the pushers with their common rate limit, and the count
+of the steps that the trainer has written to this host's memory.
 """
 
 from collections.abc import Collection, Mapping
@@ -90,14 +90,15 @@ class SlotTask:
         """Counts a step that the trainer has staged, and queues it for the peers.
 
         Staged means that the trainer has written its slices to this host's memory. Also
-        adapts the rate limit of the pushers to the measured seconds per step and to
-        `interval` (`PushPace.staged`); without `window` the limit stays.
+        adapts the rate limit of the pushers to the time until the next step is staged;
+        without measurements the limit stays.
 
         Args:
             step: the staged step.
-            interval: steps until the trainer stages the next.
-            window: the trainer's measurements since the last staged step: fields of
-                `dtft.checkpoint.replication.Window`; None if there are none.
+            interval: number of steps until the trainer stages the next.
+            window: the trainer's measurements since the last staged step, among them
+                the seconds per step: fields of `dtft.checkpoint.replication.Window`.
+                None if there are none.
         """
         self.turn += 1
         if self._pace is not None and window is not None:
