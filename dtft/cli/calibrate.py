@@ -73,8 +73,8 @@ def _devices(number: int | None) -> list[Any]:
         number: number of devices; None: all devices.
 
     Raises:
-        ValueError: `number` is below 1, above 256 (the largest value of --devices), or
-            above the number of the machine's devices.
+        ValueError: `number` is below 1, above 256 (`MOST`, the largest value of
+            --devices), or above the number of the machine's devices.
     """
     import jax
 

@@ -335,9 +335,9 @@ def compare_losses(control: Path, faulted: Path, segments: Segments) -> dict[str
         the other steps. `largest_difference`: the largest difference between the two
         losses of a step, as a fraction of the undisturbed run's first loss; infinite if
         no step has both losses. `at_step`: the number of the step with this difference;
-        0 for none. `tolerance`: the largest allowed difference, as the same fraction.
-        `within_tolerance`: whether no loss is missing and no difference is larger than
-        allowed.
+        0 for none. `tolerance`: the largest allowed difference (`LOSS_TOLERANCE`), as
+        the same fraction. `within_tolerance`: whether no loss is missing and no
+        difference is larger than allowed.
     """
     expected = {step: loss for (_, step), loss in _losses(control).items()}
     found = _losses(faulted)

@@ -398,7 +398,8 @@ def former_episodes(file: Path, what: dict[str, Any]) -> list[Episode]:
 
     `what` maps the name of each setting of the soak to its value; the file must have
     the same values. Soaks before 2026-11-27 did not write all settings: a missing one
-    counts as having the value that it had then. Returns [] if the file does not exist.
+    counts as having the value that it had then (`_UNRECORDED`). Returns [] if the file
+    does not exist.
 
     Raises:
         ValueError: the file is of another soak, or cannot be parsed.

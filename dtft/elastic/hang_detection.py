@@ -459,9 +459,9 @@ def verdict(
 def _is_silent(heard: tuple[float, JobProgress] | None, now: float) -> bool:
     """Whether a host has never reported, or its last report is more than 3 s old.
 
-    `heard` has the arrival time and the content of the last report; None if there was
-    none. `now` is the current time on the same clock, in seconds. A host whose trainer
-    has ended well need not report, and so is not silent.
+    The limit is `FRESH_S`. `heard` has the arrival time and the content of the last
+    report; None if there was none. `now` is the current time on the same clock, in
+    seconds. A host whose trainer has ended well need not report, and so is not silent.
     """
     return heard is None or (bool(heard[1].phase) and now - heard[0] > FRESH_S)
 

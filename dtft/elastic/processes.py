@@ -47,8 +47,8 @@ def run_to_end(command: Sequence[str], limit_s: float, output: IO | int) -> int 
     """Runs a command until it ends, and sends it SIGTERM if it must end early.
 
     The command gets SIGTERM after `limit_s` seconds, and when an exception such as
-    KeyboardInterrupt is raised in this call. If it still runs 30 s later, it is killed
-    (SIGKILL). If the calling thread ends, even by SIGKILL, the
+    KeyboardInterrupt is raised in this call. If it still runs 30 s (`_CLEANUP_S`)
+    later, it is killed (SIGKILL). If the calling thread ends, even by SIGKILL, the
     kernel sends SIGTERM to the command; no SIGKILL follows in this case.
 
     Args:

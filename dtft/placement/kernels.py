@@ -34,9 +34,11 @@ PLATFORMS: Mapping[str, tuple[str, ...]] = {"gpu": ("cuda", "rocm")}
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Further kernels of devices, and operators that JAX cannot lower for a platform.
+    """Which operators devices can run, beyond what their device types say.
 
-    The kernels are additions to those that `DeviceType.kernels` lists.
+    Has the kernels that devices have in addition to those of their type
+    (`DeviceType.kernels`). Also has, for each platform, the operators that JAX cannot
+    lower for it, so that its devices cannot run them.
     """
 
     registered: Mapping[str, frozenset[str]] = field(default_factory=dict)

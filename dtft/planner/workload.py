@@ -477,8 +477,8 @@ class Workload:
         return sum(values[index].num_bytes for index in self.graph.constants)
 
     @cached_property
-    def needs_whole_batch(self) -> str:
-        """Why the batch cannot be computed in parts (microbatches); '' if it can.
+    def why_one_microbatch(self) -> str:
+        """Why the batch cannot be computed in microbatches (parts); '' if it can.
 
         Each part has rows of all arrays, and the step returns the mean of what the loss
         returns for the parts. So all batch leaves with dims must have equally many

@@ -335,8 +335,9 @@ def copying_threads(nbytes: int) -> int:
 
     The result is at least 1, and at most 4 (`THREADS`) and the number of cores that
     this process may use. Several threads pay because one core cannot use the whole
-    bandwidth of the memory. The number of slices has no effect: copies of small slices
-    hold the interpreter lock, so they do not run in parallel.
+    bandwidth of the memory. The 16 MiB are `THREAD_BYTES`. The number of slices has no
+    effect: copies of small slices hold the interpreter lock, so they do not run in
+    parallel.
 
     >>> copying_threads(1000)
     1

@@ -1,8 +1,9 @@
 """Encodes leaves as bytes, and decodes bytes into arrays, PRNG keys and numbers.
 
-The arguments of a restore become a `RestoreTarget` per item, checked against the saved
-record. The leaves are put into the user's tree, or into the tree that stock Orbax would
-return.
+The arguments of a restore become one `RestoreTarget` for each item of a step: what the
+user wants each leaf to become. It is checked against the record that was saved with the
+step, which has paths, shapes, dtypes and kinds of leaves. The leaves are put into the
+user's tree, or into the tree that stock Orbax would return.
 """
 
 import functools

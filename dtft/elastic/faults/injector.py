@@ -192,9 +192,9 @@ class FaultInjector(threading.Thread):
     def undo_mounts(self) -> None:
         """Undoes the faults in force that make directories full or read-only.
 
-        Call it after `stop`. If the thread was started, first waits up to 10 s for its
-        end. If undoing one fault fails, the other faults are undone before the error is
-        raised.
+        Call it after `stop`. If the thread was started, first waits up to 10 s
+        (`JOIN_S`) for its end. If undoing one fault fails, the other faults are undone
+        before the error is raised.
         """
         with contextlib.ExitStack() as undone:
             undone.callback(self._undo_mounts)
@@ -410,8 +410,8 @@ class FaultInjector(threading.Thread):
     def _is_near(self, fault: Fault) -> bool:
         """Whether the run is at most 20 steps before the step of a fault, or after it.
 
-        The progress boards are then read more often. Always True for a fault that waits
-        for a recovery, because it can happen at any step.
+        These are `NEAR_STEPS`. The progress boards are then read more often. Always
+        True for a fault that waits for a recovery, because it can happen at any step.
         """
         return fault.phase == "recovery" or (
             self._most("computing") >= fault.step - NEAR_STEPS
@@ -583,7 +583,8 @@ class FaultInjector(threading.Thread):
             faults were cancelled before; the trainers continue.
 
         Raises:
-            TimeoutError: no export completed within 50 s. The trainers continue.
+            TimeoutError: no export completed within 50 s (`FIRST_EXPORT_S`). The
+            trainers continue.
         """
         with contextlib.ExitStack() as resumed:
             resumed.callback(stopped(self._trainer_pids(victims)).end)
@@ -731,9 +732,9 @@ class FaultInjector(threading.Thread):
     def _strike_store(self, fault: Fault) -> None:
         """Kills the store (etcd) and lets it be restarted.
 
-        A fault `kill-store` restarts it after 5 s, with its data, and `empty-store` at
-        once, without its data. After `crash-store` the store's supervisor, which
-        otherwise does not act, restarts it.
+        A fault `kill-store` restarts it after 5 s (`STORE_AWAY_S`), with its data, and
+        `empty-store` at once, without its data. After `crash-store` the store's
+        supervisor, which otherwise does not act, restarts it.
         """
         strike = self._noted(fault, ())
         etcd = self._cluster.etcd
@@ -768,9 +769,9 @@ def rate(
 ) -> float | None:
     """Computes the steps per second in an interval; None with fewer than two samples.
 
-    Samples of the first 10 steps, and samples after the first one at the run's last
-    step, are left out. In the examples a step takes 0.1 s. In the second example the
-    run ends at 99 s, at step 990, so the two later samples are left out.
+    Samples of the first 10 steps (`WARM_STEPS`), and samples after the first one at the
+    run's last step, are left out. In the examples a step takes 0.1 s. In the second
+    example the run ends at 99 s, at step 990, so the two later samples are left out.
 
     Args:
         samples: (time in seconds, last finished step), in order of time.

@@ -226,7 +226,10 @@ class Agent:
         self._loop.stop()
 
     def close(self) -> None:
-        """Ends every process, connection and registration of this host."""
+        """Ends this host's connections, its registration and the trainers it started.
+
+        A user's process is sent the reason, and goes on.
+        """
         with contextlib.ExitStack() as parts:  # closes each, even if others fail
             parts.callback(self._edges.close)
             parts.callback(self._server.close)

@@ -208,9 +208,9 @@ class Follower:
         """Starts a standby trainer, so that imports are done before a slot is taken.
 
         Does nothing if a trainer waits already, if the user starts the trainers, or
-        during the pause of 5 s or more after a failed start or a standby's end. A host
-        without a standby starts its trainer when it gets a slot, and reports to the
-        leader that it is unfit for a slot if that start fails.
+        during the pause of 5 s (`WARM_S`) or more after a failed start or a standby's
+        end. A host without a standby starts its trainer when it gets a slot, and
+        reports to the leader that it is unfit for a slot if that start fails.
         """
         if self._loop.now() < self._warm_at:
             return
@@ -220,9 +220,10 @@ class Follower:
             self._standby_failed(f"no standby trainer can be started ({error})")
 
     def standby_exited(self, code: int) -> None:
-        """Delays the start of the next standby, because the last one has ended.
+        """Delays the start of the next standby: a trainer that waits for a slot.
 
-        `code` is the return code of the trainer, which ended before it got a slot.
+        The last standby has ended with the return code `code` before it got a slot. The
+        pause keeps a standby that always fails from being started again at once.
         """
         self._standby_failed(
             f"the standby trainer has ended with code {code} before it got a slot (see "
@@ -608,8 +609,8 @@ class Follower:
     def _leave(self, world: int, left: Callable[[int | None], None]) -> bool:
         """Orders the trainer to give up its slot, and to keep its process.
 
-        A trainer that has not given up its slot after 2 s is killed; it writes its
-        stacks to its log 0.3 s earlier.
+        A trainer that has not given up its slot after 2 s (`LEAVE_S`) is killed; it
+        writes its stacks to its log 0.3 s (`STACKS_S`) earlier.
 
         Args:
             world: number of the world (set of connected JAX processes) in which the
@@ -1123,9 +1124,9 @@ class Follower:
         """Checks the trainer's progress, at most once a second.
 
         Reports the progress to the leader: every second while a phase (such as a step)
-        lasts for 2 s or longer, else every ten seconds. Makes the trainer write its
-        stacks to its log once a phase has lasted for 80% of its time limit. Does
-        nothing without a slot, or if the user starts the trainers.
+        lasts for 2 s (`LOOK_S`) or longer, else every ten seconds. Makes the trainer
+        write its stacks to its log once a phase has lasted for 80% of its time limit.
+        Does nothing without a slot, or if the user starts the trainers.
         """
         task, now = self._task, self._loop.now()
         if task is None or self._seats.attached or now < self._look_at:

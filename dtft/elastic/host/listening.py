@@ -105,7 +105,8 @@ def handlers(
 def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
     """Serves one host's control connection, `raw`, until the connection ends.
 
-    Closes the connection if the event loop has not accepted it within 10 s.
+    Closes the connection if the event loop has not accepted it within 10 s
+    (`ACCEPT_S`).
 
     Raises:
         WireError: the connection is refused: `accept` returns None.

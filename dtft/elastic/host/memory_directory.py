@@ -322,7 +322,7 @@ def _unused_without_lock(path: Path) -> bool:
 
     Only agents of old versions made no lock file. An agent is dead if no process has a
     file in its directory open, and none listens on a socket there. False for an empty
-    directory, and until 60 s after the directory last changed.
+    directory, and until 60 s (`UNMARKED_S`) after the directory last changed.
     """
     try:
         entries = list(path.iterdir())

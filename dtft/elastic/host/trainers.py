@@ -738,7 +738,8 @@ class Trainers:
     def _bury(self, trainer: AttachedTrainer) -> None:
         """Waits for a killed process to end; gives the process up after 10 s.
 
-        A process that was given up counts as ended. Runs on a separate thread.
+        The limit is `KILL_S`. A process that was given up counts as ended. Runs on a
+        separate thread.
         """
         if trainer.ended.wait(KILL_S):
             return
@@ -760,8 +761,8 @@ class Trainers:
     def close(self) -> None:
         """Stops listening and ends every trainer.
 
-        Waits at most 10 s in all for killed processes, and at most 5 s for each user's
-        process to receive the reason.
+        Waits at most 10 s (`KILL_S`) in all for killed processes, and at most 5 s
+        (`SEND_S`) for each user's process to receive the reason.
         """
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # otherwise accepting goes on

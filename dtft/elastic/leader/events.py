@@ -119,8 +119,8 @@ class Journal:
     def _run(self) -> None:
         """Writes the waiting events, on a thread of its own.
 
-        Ends after 5 s without an event; the next event starts a new thread. Events
-        whose write failed are tried again with the next event.
+        Ends after 5 s (`IDLE_S`) without an event; the next event starts a new thread.
+        Events whose write failed are tried again with the next event.
         """
         while True:
             with self._changed:

@@ -190,8 +190,8 @@ class HostRegistry:
         Only hosts without the right to a slot are asked: they have reported that they
         can have none, or did not report their copies in time. The first call that finds
         such a host does not return it, but begins a pause of 5 s. The host is returned
-        when the pause is over. Every return doubles the next pause, up to 300 s,
-        because some hosts can never have a slot.
+        when the pause is over. Every return doubles the next pause, up to 300 s
+        (`LONGEST_ASK_S`), because some hosts can never have a slot.
         """
         found = []
         for host in [*self.unfit, *self._silent]:

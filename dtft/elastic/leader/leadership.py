@@ -121,7 +121,8 @@ class Leadership:
     def _wait(self, view: View, error: StoreUnavailable) -> None:
         """Reads the commits again in 0.2 s, after the store did not answer.
 
-        After one lease without an answer, releases the leader key instead.
+        The pause is `RETRY_S`. After one lease without an answer, releases the leader
+        key instead.
 
         Args:
             view: the newest view of the store (the job's records in it).

@@ -124,8 +124,8 @@ class StorageHealth:
     def overdue(self, due: int, now: float) -> str | None:
         """Returns a message if the current export takes 60 s or longer, else None.
 
-        Returns at most one message for each exported step; None also without a current
-        export.
+        The limit is `SLOW_S`. Returns at most one message for each exported step; None
+        also without a current export.
 
         Args:
             due: another step, whose export is due meanwhile.

@@ -83,8 +83,8 @@ def binary(value: object) -> bool:
 def digests(value: object) -> bool:
     """Whether a value is bytes that may be the digests of one slice's chunks.
 
-    Each chunk (a part of the slice's bytes) has a digest of 16 bytes; the value is
-    their concatenation. Only its length is checked: a multiple of 16.
+    Each chunk (a part of the slice's bytes) has a digest of 16 bytes (`DIGEST_BYTES`);
+    the value is their concatenation. Only its length is checked: a multiple of 16.
     """
     return isinstance(value, bytes) and len(value) % DIGEST_BYTES == 0
 

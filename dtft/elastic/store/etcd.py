@@ -590,8 +590,8 @@ class EtcdStore:
 
         A later watch continues at the revision that came with the last batch. Ends
         without an error when the watch is stopped, after a `Resync` (a batch with all
-        keys), after 30 s without received bytes, and once a failed call has made
-        another member the first one that calls try.
+        keys), after 30 s (`_QUIET_S`) without received bytes, and once a failed call
+        has made another member the first one that calls try.
 
         Args:
             endpoint: host and port of the member.

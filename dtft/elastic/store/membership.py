@@ -68,10 +68,11 @@ class Compaction:
     def wrote(self, num_bytes: int) -> None:
         """Counts one write of `num_bytes`; compacts the store at the end of a period.
 
-        A period ends after 500 writes or 512 KiB of values, whichever is first. The
-        compaction drops the values that were replaced before the period began. Values
-        that were replaced during the period stay, so that a watch can continue after a
-        short interruption. A store with other users is not compacted.
+        A period ends after 500 writes (`PERIOD_WRITES`) or 512 KiB of values
+        (`PERIOD_BYTES`), whichever is first. The compaction drops the values that were
+        replaced before the period began. Values that were replaced during the period
+        stay, so that a watch can continue after a short interruption. A store with
+        other users is not compacted.
         """
         if not self._store.private:
             return
@@ -91,8 +92,9 @@ class Compaction:
     def reclaim(self) -> None:
         """Frees space in a store that refuses writes because its quota is used up.
 
-        If the store has other users, only logs a warning. Does nothing for 5 s after an
-        attempt, or for 60 s after such a warning.
+        If the store has other users, only logs a warning. Does nothing for 5 s
+        (`RECLAIM_PAUSE_S`) after an attempt, or for 60 s (`FULL_PAUSE_S`) after such a
+        warning.
         """
         if self._clock() < self._reclaimed + self._pause_s:
             return
@@ -298,7 +300,8 @@ class Membership:
         """Marks the running store call as ended; returns whether the call succeeded.
 
         `outcome` is the finished future of the call. If the store did not answer, the
-        next call is made after 0.2 s. Errors other than StoreUnavailable are raised.
+        next call is made after 0.2 s (`RETRY_S`). Errors other than StoreUnavailable
+        are raised.
         """
         self._busy = False
         error = outcome.exception()

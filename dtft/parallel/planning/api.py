@@ -96,7 +96,7 @@ class RunnablePlan(Plan):
         a file, the text also has the findings of `lints()`, and the seconds of a step
         that each pin costs compared with the best plan without it. A pin is a setting
         that the user has fixed. The first call, or the first of `html()`, plans again
-        without each pin; later calls plan nothing.
+        without each pin, and for some findings with a change; later calls plan nothing.
         """
         return wording.text(self.sections())
 
@@ -110,7 +110,8 @@ class RunnablePlan(Plan):
 
         A pin is a setting that the user has fixed. Its cost is in seconds of a step,
         compared with the best plan without the pin. Computed on the first use, because
-        this plans again without each pin. () for a plan from a file.
+        this plans again without each pin, and for some findings with a change. () for a
+        plan from a file.
         """
         if self.decision is None:
             return ()

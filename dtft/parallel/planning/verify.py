@@ -64,8 +64,9 @@ class Verified:
     def needed_bytes(self) -> int | None:
         """Bytes on each device as counted by the compiler; None if compilation failed.
 
-        For a CPU target only arguments and outputs are counted, because other backends
-        have other temporaries than the CPU backend.
+        A plan for a GPU may have been compiled for fake CPU devices. Then arguments,
+        outputs and constants are counted, but no temporaries, because those of the CPU
+        backend are not those of a GPU.
         """
         if isinstance(self.compiled, CompileFailure):
             return None

@@ -26,7 +26,7 @@ class Memory:
     """Bytes of outputs that reuse the buffers of donated arguments."""
     constants: int = 0
     """Bytes of arrays that the program contains, such as those that the step closes
-    over."""
+    over; 0 if XLA has not written its assignment of buffers."""
 
     @property
     def total(self) -> int:

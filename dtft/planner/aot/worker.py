@@ -386,7 +386,7 @@ class Child:
     def stop(self) -> str:
         """Kills the process; returns the last 2000 characters of its output.
 
-        Returns a text with the exit code if there is no output.
+        The number is `TAIL`. Returns a text with the exit code if there is no output.
         """
         self._timer.cancel()
         self._kill()

@@ -35,8 +35,9 @@ class Accuracy:
     """Origin of the figures, in one line."""
     errors: Mapping[str, float] = field(default_factory=lambda: dict(UNCALIBRATED))
     """Relative errors of a prediction's terms: `collectives`, and `compute` for all
-    other terms. With these errors of the terms, the prediction interval holds 80 % of
-    measured step times, and half of the other step times are above the interval."""
+    other terms. With these errors of the terms, the prediction interval holds 80 %
+    (`INTERVAL_SHARE`) of measured step times, and half of the other step times are
+    above the interval."""
     below: float = 1.0
     """Width of the prediction interval below the prediction, relative to the width
     above."""
@@ -167,12 +168,12 @@ class Efficiency:
     def __post_init__(self) -> None:
         shares = (self.e0, self.mma_sync, self.memory, self.fuse, self.misaligned)
         fine = all(0 < share <= 1 for share in shares)
-        least = (self.x0, self.c0, self.launch_s, self.dispatch_s, self.cache_bytes)
-        least += (self.simple_s, self.special_s, self.strided_s)
-        least += (self.window_s, self.window_back_s)
-        fine = fine and all(0 <= one for one in least)
-        most = (self.overlap_kappa, self.cache_gain, self.odd)
-        fine = fine and all(1 <= one for one in most)
+        from_0 = (self.x0, self.c0, self.launch_s, self.dispatch_s, self.cache_bytes)
+        from_0 += (self.simple_s, self.special_s, self.strided_s)
+        from_0 += (self.window_s, self.window_back_s)
+        fine = fine and all(figure >= 0 for figure in from_0)
+        from_1 = (self.overlap_kappa, self.cache_gain, self.odd)
+        fine = fine and all(figure >= 1 for figure in from_1)
         if not (fine and 0 <= self.overlap_fraction <= 1):
             raise ValueError(
                 f"{self}: no device is so. Allowed: e0, mma_sync, memory, fuse and "

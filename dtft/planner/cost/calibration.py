@@ -91,7 +91,7 @@ class Calibration:
 
         With past runs, both are the error within which 80 % of the runs that were left
         out of the fit are predicted (`residuals[LEFT_OUT]`). In files without it, they
-        are 1.9 times the median error of the fit to all runs.
+        are 1.9 times (`HELD_BY_MEDIAN`) the median error of the fit to all runs.
 
         Without past runs, each is the root of the sum of two squared errors. The first
         error is 1.9 times the median error of a fit, which is about the error that 80 %
@@ -351,9 +351,9 @@ def left_out_error(runs: Sequence[PastRun]) -> float:
 
     Each run is predicted with factors (`fit_terms`) that were fitted to other runs; a
     single run is predicted with the factors 1. The result is the 80 % quantile of
-    |measured / predicted - 1| over the runs. With fewer than 4 runs, the result is the
-    largest error, but at least the error for a new program on devices whose figures
-    were fitted (`CARRIED_OVER`).
+    |measured / predicted - 1| over the runs. With fewer than 4 runs (`FEWEST_RUNS`),
+    the result is the largest error, but at least the error for a new program on devices
+    whose figures were fitted (`CARRIED_OVER`).
 
     Raises:
         ValueError: `runs` is empty, or a measured step time is not above 0.

@@ -261,8 +261,9 @@ def away(link: Link, arrays: Iterable[tuple[int, Any]]) -> Away:
     Each array is copied to the device and back once per step. The copies add their
     whole time to the step, because they wait for the gradients, which are computed
     last. Several copies are on the device at once: they occupy the bytes of 16 arrays
-    as large as the largest, but at most 1.25 times all offloaded bytes. Arrays below
-    64 KiB stay on the device and are not counted.
+    (`NUM_UNDER_WAY`) as large as the largest, but at most 1.25 times (`MOST_UNDER_WAY`)
+    all offloaded bytes. Arrays below 64 KiB (`LEAST_OFFLOADED_BYTES`) stay on the
+    device and are not counted.
 
     Args:
         link: the link from a device to its host's memory.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from dtft.planner.ir.fusion import (
         CHEAP,
+        LONGEST_ROW,
         PRODUCTS,
         RELABELS,
         moved_bytes,
@@ -71,6 +72,7 @@ _PUBLIC = {
     "CountedLoop": "graph",
     "Dim": "graph",
     "Graph": "graph",
+    "LONGEST_ROW": "fusion",
     "LayerStack": "layers",
     "MMA_SYNC": "flops",
     "OpGroup": "op_groups",
@@ -118,6 +120,7 @@ __all__ = [
     "CountedLoop",
     "Dim",
     "Graph",
+    "LONGEST_ROW",
     "LayerStack",
     "MMA_SYNC",
     "OpGroup",

@@ -41,7 +41,7 @@ PRODUCTS = ("matmul", "convolution", "kernel")
 They have most of a model's operations."""
 RELABELS = ("reshape", "squeeze", "transpose", "copy", "optimization_barrier", "name")
 """Operators whose result has their operand's elements, in another shape or order."""
-ROW = 16384
+LONGEST_ROW = 16384
 """Number of elements of the longest row that one kernel reduces and reads again. In
 compiled steps, rows of 16384 had one kernel; rows of 32768 had several."""
 _COSTLY = SPECIAL | {"div"}
@@ -431,7 +431,7 @@ class _Fusion:
         after = values[operator.outputs[0]].shape
         if before[: len(after)] != after or math.prod(after) == 1:
             return False
-        return math.prod(before[len(after) :]) <= ROW
+        return math.prod(before[len(after) :]) <= LONGEST_ROW
 
     def _is_costly(self, operator: Operator) -> bool:
         """Whether an operator's kernel computes exponentials or similar functions.

@@ -188,7 +188,8 @@ def _dims(graph: Graph, op: Operator) -> Iterator[int]:
 def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
     """Returns the distances, in operators, between equal `heavy` operators, ascending.
 
-    Counts the distances from each heavy operator to the next 16 that are equal to it.
+    Counts the distances from each heavy operator to the next 16 (`_NEXT`) that are
+    equal to it.
 
     Args:
         kinds: number of each operator; equal operators have equal numbers.

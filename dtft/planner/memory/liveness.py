@@ -11,6 +11,7 @@ from typing import Literal
 
 from dtft.planner.ir import (
     CHEAP,
+    LONGEST_ROW,
     RELABELS,
     CountedLoop,
     Graph,
@@ -344,11 +345,6 @@ def _is_transposed(memory: InMemory, index: int) -> bool:
 # Lifetimes: from the operator that allocates a value to its last reader.
 
 
-ROW = 16384
-"""Number of elements of the longest row for which XLA makes a softmax one kernel.
-
-In compiled steps, rows of 16384 had one kernel; rows of 32768 had several.
-"""
 _Going = dict[int, list[int]]
 """Map from an operator's index to the values that are freed after it."""
 
@@ -619,8 +615,8 @@ class _Walk:
         cases. In the backward pass it reuses a buffer if the forward pass saves all
         values (`keeps_all`, as at ZeRO level 3). If it also reads the result of a
         scatter of equal bytes for the last time, it reuses the buffer of another value,
-        provided that a row has more than 16384 elements or a mesh axis divides the
-        row's dim.
+        provided that a row has more than 16384 elements (`LONGEST_ROW`) or a mesh axis
+        divides the row's dim.
 
         Args:
             operator: the operator.
@@ -650,7 +646,9 @@ class _Walk:
         if not free or (summed and by_rows and len(free) == len(alike)):
             return None, ()
         if by_rows:
-            by_rows = all(self.graph.dims[dim].sizes[-1] <= ROW for dim in summed)
+            by_rows = all(
+                self.graph.dims[dim].sizes[-1] <= LONGEST_ROW for dim in summed
+            )
         return free[0], tuple(sorted(summed)) if by_rows else ()
 
     def _alloc(self, value: int, number: int, going: _Going) -> Iterable[Event]:

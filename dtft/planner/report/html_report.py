@@ -16,7 +16,7 @@ from dtft.planner import wording
 from dtft.planner.plan import Alternative, Plan
 from dtft.planner.report import compare, page, text
 from dtft.planner.report.lints import Lint
-from dtft.planner.search import MEMORY, Decision
+from dtft.planner.search import Decision
 from dtft.planner.types import Spec
 from dtft.planner.wording import Section, seconds, size
 
@@ -289,7 +289,7 @@ def _memory_of(one: Alternative, decision: Decision | None) -> Mapping[str, floa
             candidate = space[at]
             mesh = {axis: n for axis, n in candidate.mesh.items() if n > 1}
             if mesh == one.mesh and candidate.knobs == one.knobs:
-                return {name: float(known.priced.memory[name][at]) for name in MEMORY}
+                return known.priced.memory_of(at)
     return {"all terms": float(one.memory_bytes)}
 
 

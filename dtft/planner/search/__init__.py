@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from dtft.planner.search.enumerate import enumerate_space
     from dtft.planner.search.pins import COUNTS, PINS, check_pins, did_you_mean
     from dtft.planner.search.price_table import Prices
-    from dtft.planner.search.ranking import IDLE, MEMORY
+    from dtft.planner.search.ranking import IDLE
     from dtft.planner.search.search import PlanSearch
     from dtft.planner.search.space import (
         CAPABILITIES,
@@ -64,7 +64,6 @@ _PUBLIC = {
     "Decision": "decision",
     "Fewer": "decision",
     "IDLE": "ranking",
-    "MEMORY": "ranking",
     "PINS": "pins",
     "PLATFORMS": "space",
     "PlanSearch": "search",
@@ -97,7 +96,6 @@ __all__ = [
     "Decision",
     "Fewer",
     "IDLE",
-    "MEMORY",
     "PINS",
     "PLATFORMS",
     "PlanSearch",

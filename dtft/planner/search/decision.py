@@ -277,8 +277,8 @@ def decide(
             return best_of(question, cluster, pins, what_if=looks, fewer=fewer).plan
 
         text = unfit_text(decision.plan, cluster, decision.pins, best)
-        if question.entry == "loss" and question.needs_whole_batch:
-            text += f" Microbatches would help, but {question.needs_whole_batch}."
+        if question.entry == "loss" and (why := question.why_one_microbatch):
+            text += f" Microbatches were not tried, as {why}."
         raise ValueError(text)
     return decision
 
@@ -551,6 +551,10 @@ def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
     Leaves out meshes of fewer than all devices if `choices.fewer` is None. If the axis
     `stage` is searched, combines the candidates with every possible number of virtual
     stages (groups of layers of one pipeline stage), or with the pinned number.
+
+    Raises:
+        ValueError: the pins cannot be met even with unlimited memory. If it is the
+            pinned number of virtual stages, the message has those that can be met.
     """
     space = enumerate_space(choices, pins)
     if choices.fewer is None:
@@ -559,7 +563,9 @@ def _enumerated(choices: Choices, pins: Mapping[str, Any]) -> Space:
         return space
     pinned = pins.get("virtual_stages")
     found = space.with_chunks(num_layers[0], pinned)
-    if pinned is not None and len(space) and not len(found):
+    # Below a memory floor, nothing found is no error: `_found` looks without the floor.
+    is_final = choices.memory is None and len(space) > 0
+    if is_final and pinned is not None and not len(found):
         known = space.with_chunks(num_layers[0], None).columns["virtual_stages"]
         raise ValueError(
             f"virtual_stages={pinned} cannot be met: the number of stages times "

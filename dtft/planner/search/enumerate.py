@@ -107,7 +107,7 @@ def choices_of(
             `virtual_stages` or `schedule` is pinned where no pipelines are searched.
     """
     check_pins(pins)
-    _check_of_pipelines(pins, can)
+    _check_pipeline_pins(pins, can)
     divides: dict[str, tuple[int, ...]] = {"replica": (), "fsdp": (), "tensor": ()}
     if "sequence" in can.axes and question.sequence_dims:
         sizes = (question.graph.dims[d].sizes[0] for d in question.sequence_dims)
@@ -115,8 +115,8 @@ def choices_of(
     if "expert" in can.axes and question.expert_arrays:
         dims = {question.graph.dims[d] for d in question.expert_arrays.values()}
         divides["expert"] = tuple({size for dim in dims for size in dim.sizes})
-    whole_batch = question.needs_whole_batch if can.microbatches else ""
-    parts = can.microbatches and not whole_batch
+    why_one = question.why_one_microbatch if can.microbatches else ""
+    parts = can.microbatches and not why_one
     layers = layers_of(question, pool.device) if "stage" in can.axes else None
     if layers is not None:
         uneven = "stage_layers" in pins
@@ -135,12 +135,12 @@ def choices_of(
         data_axes=("replica", "fsdp", "expert"),
         levels=tuple(level.size for level in pool.levels),
         max_microbatches=min(batch, most) if parts else 1,
-        whole_batch=whole_batch,
+        why_one_microbatch=why_one,
         zero=tuple(sorted(can.zero)),
     )
 
 
-def _check_of_pipelines(pins: Mapping[str, Any], can: Capabilities) -> None:
+def _check_pipeline_pins(pins: Mapping[str, Any], can: Capabilities) -> None:
     """Checks that settings of pipelines are pinned only where pipelines are searched.
 
     Raises:

@@ -149,8 +149,9 @@ def why_not(choices: Choices, name: str, value: Any) -> str:
     if name == "stage_layers":
         return _why_not_axis(choices, "stage", len(value))
     if name == "microbatches" and value > choices.max_microbatches:
-        why = f", as {choices.whole_batch}" if choices.whole_batch else ""
-        return f"at most {choices.max_microbatches} are possible here{why}"
+        why = choices.why_one_microbatch
+        as_why = f", as {why}" if why else ""
+        return f"at most {choices.max_microbatches} are possible here{as_why}"
     if name == "microbatches" and choices.batch % value:
         return f"{value} does not divide the batch of {choices.batch}"
     if name in ("zero", "remat") and value not in getattr(choices, name):

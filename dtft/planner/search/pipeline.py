@@ -450,11 +450,12 @@ class Staged:
         return found
 
     def _sent_s(self, division: ShardingAssignment) -> np.ndarray:
-        """Computes the seconds per step that a stage sends to its neighbors.
+        """Computes the seconds per step that an inner stage sends to its neighbors.
 
         These are the sends of activations to the next stage, and of gradients to the
-        one before, if each stage has one virtual stage (group of layers). The result is
-        float [points]; a point is a mesh and a number of microbatches.
+        one before. They are for one virtual stage (group of layers) in each stage; a
+        caller multiplies them by the number of virtual stages. The result is float
+        [points]; a point is a mesh and a number of microbatches.
         """
         messages = [
             Message(sent=one, repeats=((MICRO,),))
@@ -514,6 +515,7 @@ class Staged:
             "optimizer": whole["optimizer"] * held,
             "activations": whole["activations"] * under_way,
             "batch": whole["batch"],
+            "constants": whole["constants"],
         }
         return {
             name: np.where(num > 1, value, whole[name]) for name, value in found.items()

@@ -62,6 +62,14 @@ class Priced:
         """
         return self.divisions[self.division[at]]
 
+    def memory_of(self, at: int) -> dict[str, float]:
+        """Returns the bytes of a candidate on a device by term (`MEMORY`).
+
+        The term `constants` is left out if it is 0. `at` is the index of the candidate.
+        """
+        found = {name: float(self.memory[name][at]) for name in MEMORY}
+        return {n: each for n, each in found.items() if each or n != "constants"}
+
     def where(self, rows: np.ndarray) -> "Priced":
         """Returns the candidates that indices or a mask select."""
 

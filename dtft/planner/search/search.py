@@ -195,7 +195,6 @@ class PlanSearch:
         prices = resting.prices
         terms = {name: np.zeros(len(space)) for name in TERMS}
         memory = {name: np.zeros(len(space)) for name in MEMORY}
-        memory["constants"][:] = self.question.constant_bytes
         memory["reserve"][:] = RESERVE * self.pool.device.memory_bytes
         divisions: list[ShardingAssignment] = []
         which = np.zeros(len(space), np.int64)
@@ -432,16 +431,15 @@ class PlanSearch:
     def memory_of(self, space: Space) -> dict[str, np.ndarray]:
         """Computes the bytes on a device of every candidate, by term.
 
-        The terms are parameters, gradients, optimizer, activations and batch. The
-        memory that plans leave free is no term here. Offload is ignored: the optimizer
-        state counts as if it were on the device.
+        The terms are parameters, gradients, optimizer, activations, batch and
+        constants. The memory that plans leave free is no term here. Offload is ignored:
+        the optimizer state counts as if it were on the device.
 
         Args:
             space: the candidates.
         """
         prices, resting, staged = self._priced(space)
         memory = {name: np.zeros(len(space)) for name in MEMORY if name != "reserve"}
-        memory["constants"][:] = self.question.constant_bytes
         chosen = self._chooser(prices, space).choose()
         for layout, rows in self._layouts(prices.columns.of, *chosen):
             needs = self._memory(resting, layout, space, rows)
@@ -523,7 +521,8 @@ class PlanSearch:
     ) -> dict[str, np.ndarray]:
         """Computes bytes on a device by term, for candidates that share one division.
 
-        The terms are parameters, optimizer, batch, activations and gradients.
+        The terms are parameters, optimizer, batch, constants (arrays that the program
+        closes over), activations and gradients.
 
         Args:
             resting: bytes of the workload's arrays, for the meshes of the candidates.
@@ -543,6 +542,7 @@ class PlanSearch:
             divided = resting.num_bytes(role, division, True).at(points)
             found[name] = np.where(zero >= least, divided, whole)
         found["batch"] = resting.num_bytes("batch", division, False).at(points)
+        found["constants"] = np.full(len(rows), float(self.question.constant_bytes))
         return found | self._peaks.of(division, columns, points, zero)
 
 

@@ -228,8 +228,8 @@ class Choices:
     The first level is a host and joins devices; the others join groups. () means one
     level."""
     max_microbatches: int = 1
-    whole_batch: str = ""
-    """Why the batch cannot be computed in parts (microbatches); '' if it can, or if the
+    why_one_microbatch: str = ""
+    """Why the batch cannot be computed in microbatches (parts); '' if it can, or if the
     entry point has none."""
     remat: tuple[Remat, ...] = ("none",)
     zero: tuple[int, ...] = (0, 3)

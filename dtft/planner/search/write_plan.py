@@ -22,7 +22,7 @@ from dtft.planner.plan import Alternative, AxisUse, Collective, Plan, Prediction
 from dtft.planner.search.compute_split import compute_split, model_at_peak_s
 from dtft.planner.search.pipeline import handed_on, layers_of
 from dtft.planner.search.price_table import bundle_of
-from dtft.planner.search.ranking import MEMORY, TERMS, Priced
+from dtft.planner.search.ranking import TERMS, Priced
 from dtft.planner.search.roofline import Sent, roofline
 from dtft.planner.search.search import PlanSearch
 from dtft.planner.search.space import SearchCandidate
@@ -303,7 +303,7 @@ def as_plan(
         host_bytes=round(priced.host[at]),
         constraints=constraints(question.program, question.aligned(division), mesh),
         prediction=prediction,
-        memory=_memory(priced, at),
+        memory={name: round(each) for name, each in priced.memory_of(at).items()},
         capacity_bytes=priced.capacity,
         collectives=_merged(search, candidate, sent),
         compute=compute,
@@ -400,12 +400,6 @@ def _divided_further(
             axes = (*axes, *more)
         found.append(axes)
     return tuple(found)
-
-
-def _memory(priced: Priced, at: int) -> dict[str, int]:
-    """Returns the bytes on a device by term; `constants` only if there are any."""
-    found = {name: round(priced.memory[name][at]) for name in MEMORY}
-    return {n: each for n, each in found.items() if each or n != "constants"}
 
 
 def _prediction(priced: Priced, at: int, cluster: Cluster) -> Prediction:

@@ -122,7 +122,8 @@ def messages(platform: str, kind: CollectiveKind, num_bytes: Any) -> Any:
         num_bytes: bytes of all the collectives together; a number or an array.
 
     Returns:
-        The bytes divided by the limit of a message (30 MiB), rounded up; 1 or more.
+        The bytes divided by the limit of a message (30 MiB, `LIMITS`), rounded up; 1
+        or more.
 
     >>> messages("cuda", "all_reduce", np.array([1e6, 40e6])).tolist()
     [1.0, 2.0]

@@ -244,8 +244,8 @@ def accuracy_from(tables: Sequence[UnseenRows], source: str) -> Accuracy:
     the prediction interval of a random-effects model (Higgins et al., "A re-evaluation
     of random-effects meta-analysis", 2009). In this model, the error of a row is the
     sum of two errors: one that all rows of its table share, and one of its own. If both
-    have normal distributions, the interval holds 80 % of the rows of a further table.
-    Its width follows Student's t distribution with one degree of
+    have normal distributions, the interval holds 80 % (`INTERVAL_SHARE`) of the rows of
+    a further table. Its width follows Student's t distribution with one degree of
     freedom less than there are tables, because a few tables say little about how much
     tables differ. The interval always contains the prediction, even if the mean error
     is large.
@@ -329,10 +329,11 @@ class PredictedLayout:
 def layouts(shape: Shape, like: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yields all parallel layouts with the devices, global batch and options of `like`.
 
-    The degrees of tensor (`tp`, up to 16), pipeline (`pp`) and data parallelism (`dp`)
-    have all sizes that divide the model, which has the given shape, and the batch into
-    equal parts. These are combined with all possible sizes of a microbatch, up to 32
-    sequences, and all possible numbers of virtual stages.
+    The degrees of tensor (`tp`, up to `LARGEST_TENSOR`), pipeline (`pp`) and data
+    parallelism (`dp`) have all sizes that divide the model, which has the given shape,
+    and the batch into equal parts. These are combined with all possible sizes of a
+    microbatch, up to `LARGEST_MICRO_BATCH` sequences, and all possible numbers of
+    virtual stages.
     """
     for tp in divisors(shape.heads):
         if tp > LARGEST_TENSOR or like.gpus % tp or shape.hidden % tp:
@@ -350,8 +351,9 @@ def _pipelines(shape: Shape, split: ParallelLayout) -> Iterator[ParallelLayout]:
     """Yields layouts with the tp, pp and dp of `split`.
 
     These are all combinations of a microbatch size and a number of virtual stages.
-    Microbatches have at most 32 sequences. More than one virtual stage needs a number
-    of microbatches that is a multiple of pp, and pp above 1.
+    Microbatches have at most 32 sequences (`LARGEST_MICRO_BATCH`). More than one
+    virtual stage needs pp above 1, and a number of microbatches that is a multiple of
+    pp.
     """
     of_replica = split.global_batch // split.dp
     for micro_batch in divisors(of_replica):

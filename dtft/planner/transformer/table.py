@@ -385,8 +385,9 @@ def _check_stages(where: str, shape: Shape, layout: ParallelLayout) -> None:
 def _check_arrays(where: str, shape: Shape, layout: ParallelLayout) -> None:
     """Checks that the largest arrays of a step have fewer than 2**60 elements.
 
-    The arrays are the weights of all layers, their activations, attention scores
-    without flash attention, and the logits. `where` names the row in errors.
+    The limit is `_LARGEST`. The arrays are the weights of all layers, their
+    activations, attention scores without flash attention, and the logits. `where` names
+    the row in errors.
 
     Raises:
         ValueError: an array is too large; the message names row and column.

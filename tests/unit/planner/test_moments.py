@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from dtft.planner.cluster import Cluster
-from dtft.planner.ir import trace
+from dtft.planner.ir import LONGEST_ROW, trace
 from dtft.planner.ir.graph import Graph
 from dtft.planner.ir.op_groups import region
-from dtft.planner.memory.liveness import ROW, InMemory, follow
+from dtft.planner.memory.liveness import InMemory, follow
 from dtft.planner.memory.peak import LivenessTrace, PeakModel, Timeline
 from dtft.planner.memory.schedule import scheduled
 from dtft.planner.search import Choices, PlanSearch, decide, enumerate_space
@@ -200,7 +200,7 @@ def test_flat_buffers_are_not_laid_out_anew() -> None:
     assert turned.activations - flat.activations == last / 4
 
 
-@pytest.mark.parametrize("vocabulary", [ROW, 2 * ROW])
+@pytest.mark.parametrize("vocabulary", [LONGEST_ROW, 2 * LONGEST_ROW])
 def test_the_gradient_of_logits_takes_their_place_if_rows_are_long_or_divided(
     vocabulary: int,
 ) -> None:
@@ -215,7 +215,7 @@ def test_the_gradient_of_logits_takes_their_place_if_rows_are_long_or_divided(
         for each in (rows, both)
     )
     more = one.activations + one.gradients - many.activations - many.gradients
-    assert more == pytest.approx(logits if vocabulary <= ROW else 0, rel=0.01)
+    assert more == pytest.approx(logits if vocabulary <= LONGEST_ROW else 0, rel=0.01)
 
 
 def test_a_mask_of_positions_is_there_once_for_all_layers() -> None:

@@ -151,7 +151,7 @@ def test_examples_are_the_rows_that_most_of_the_work_has(loss, batch, expected) 
     }
     divided = [name for name, dim in first.items() if dim in question.batch_dims]
     assert divided == [*expected]
-    assert "unlike numbers of rows" in question.needs_whole_batch
+    assert "unlike numbers of rows" in question.why_one_microbatch
     assert decide(question, Cluster.parse("8xH100")).plan.examples == rows
 
 
@@ -238,17 +238,18 @@ def test_microbatches_need_auxiliary_values_that_are_means(aux, reason: str) -> 
         return jnp.mean(made**2), aux(made)
 
     question = of_loss(with_aux, ADAM, PARAMS, BATCH)
-    assert reason in question.needs_whole_batch
-    assert bool(reason) == bool(question.needs_whole_batch)
+    assert reason in question.why_one_microbatch
+    assert bool(reason) == bool(question.why_one_microbatch)
     pool = Cluster.parse("2xH100").uniform
     pins = {"microbatches": 2}
     if not reason:
-        assert decide(question, Cluster.parse("2xH100"), pins).plan.knobs.microbatches
+        plan = decide(question, Cluster.parse("2xH100"), pins).plan
+        assert plan.knobs.microbatches == 2
         return
     with pytest.raises(ValueError, match="at most 1 are possible here, as the loss"):
         decide(question, Cluster.parse("2xH100"), pins)
     small = replace(pool.device, memory_bytes=2**16)
-    with pytest.raises(ValueError, match=f"Microbatches would help, but .*{reason}"):
+    with pytest.raises(ValueError, match=f"Microbatches were not tried, as .*{reason}"):
         decide(question, Cluster(pools=(replace(pool, device=small),)))
 
 
