@@ -381,7 +381,7 @@ def _exact(now: Balance[Division], _: Floats) -> tuple[Division, Floats, float, 
     fastest = now.steps.fastest(key_of(here))
     if gain <= threshold and fastest is not None and fastest[1] > threshold:
         candidate, gain = fastest
-    return candidate, speeds.weights(there), gain, threshold
+    return candidate, speeds.weights(now.work.load(candidate)), gain, threshold
 
 
 def _gain(

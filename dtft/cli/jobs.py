@@ -443,20 +443,25 @@ def drained_line(job: str, found: dict[str, Any]) -> str:
     Args:
         job: name of the job.
         found: `host` is the drained host, `slot` the slot that it had; -1 if it had
-            none, as in the example. With a slot: `step` is the step from which the job
-            went on, `seconds` the time that the change took, `bytes_from_peers` and
-            `bytes_from_storage` the bytes that were restored.
+            none, as in the example. With a slot: `successor` is the host that has the
+            slot now; None if the job has fewer slots now. `step` is the step from which
+            the job went on, `seconds` the time that the change took, `bytes_from_peers`
+            and `bytes_from_storage` the bytes that were restored.
 
     >>> drained_line("j", {"host": "a", "slot": -1})
     'a leaves job j; it had no slot'
     """
     if found["slot"] < 0:
         return f"{found['host']} leaves job {job}; it had no slot"
+    if (successor := found["successor"]) is not None:
+        now = f"{successor} has slot {found['slot']} now"
+    else:
+        now = f"the job goes on with fewer hosts, without slot {found['slot']}"
     return (
-        f"{found['host']} leaves job {job}; another host has slot {found['slot']}: "
-        f"went on from step {found['step']}, {size_text(found['bytes_from_peers'])} "
-        f"from peers' memory and {size_text(found['bytes_from_storage'])} from "
-        f"storage, {found['seconds']:.2f} s after it was asked for"
+        f"{found['host']} leaves job {job}; {now}: went on from step {found['step']}, "
+        f"{size_text(found['bytes_from_peers'])} from peers' memory and "
+        f"{size_text(found['bytes_from_storage'])} from storage, "
+        f"{found['seconds']:.2f} s after it was asked for"
     )
 
 

@@ -105,7 +105,7 @@ SCHEMA = 1
 new file."""
 _SHAPE_RELEVANT = (
     *("schema", "data_identity", "seed", "model.", "data."),
-    *("optim.class", "optim.sync."),
+    *("optim.class", "optim.block_size", "optim.sync."),
 )
 _STAGES = ("pipeline.virtual_stages", "pipeline.layers")
 """Keys that decide the layers of each pipeline stage, and so the shape of the state if
@@ -320,11 +320,11 @@ def shape_relevant(resolved: str) -> str:
     """Returns, as JSON, the part of a resolved config that must be equal to resume.
 
     The part has the format's version, the model, the data with its identity and batch,
-    the class of the optimizer, the seed and the number of pipeline stages. With two
-    stages or more it also has the layers of the stages. If replicas exchange moments,
-    it also has the keys of optim.sync. Sizes of the other mesh axes are left out,
-    because a state can be restored onto another mesh unless it has an array that
-    differs per replica.
+    the class of the optimizer, the size of Shampoo's blocks, the seed and the number of
+    pipeline stages. With two stages or more it also has the layers of the stages. If
+    replicas exchange moments, it also has the keys of optim.sync. Sizes of the other
+    mesh axes are left out, because a state can be restored onto another mesh unless it
+    has an array that differs per replica.
     """
     flat = _read(resolved)
     kept = {

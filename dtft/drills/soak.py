@@ -258,12 +258,12 @@ def judged_episode(
         The record. `passed`: whether the faulted run passes all checks of the drill
         (`is_good`) and no log has an unexpected traceback. Faults that had not happened
         or were not undone when the job ended do not matter; `not_over` lists them.
-        `why`: failed checks in words. A restored state that differs from the committed
-        one, or a restart with other shares, has no text.
+        `why`: failed checks in words.
         `expects_bits`: whether the final state must equal that of the undisturbed run
         bit for bit. `wrong`: whether the job ended normally, but its final state (or
         its losses), its last step or its use of the samples is not that of the
-        undisturbed run. `hung`: whether the job did not end before the deadline.
+        undisturbed run, or it trained on with another state or other shares than those
+        of the restored commit. `hung`: whether the job did not end before the deadline.
     """
     expects_bits = not (record["resized"] or record["shares"])
     curve = record.get("loss_curve", {"within_tolerance": False})
@@ -271,6 +271,14 @@ def judged_episode(
     hung = not record["ended_in_time"]
     finished = record["status"] == "done" and not hung
     is_whole = ended_at_expected_step(record)
+    others = {
+        "a restored state that is not the committed one": [
+            change for change in record["resized"] if not change["bit_exact"]
+        ],
+        "a restart with other shares than committed": [
+            restart for restart in record["shares"] if not restart["replayed"]
+        ],
+    }
     whys = {
         "hung": hung,
         f"status {record['status']} {record['message']}".strip(): not finished,
@@ -279,6 +287,7 @@ def judged_episode(
             finished and not is_whole
         ),
         "wrong samples": finished and not record["samples_exactly_once"],
+        **{text: bool(found) for text, found in others.items()},
         f"fault: {record['fault_error']}": bool(record["fault_error"]),
         f"left behind: {record['left_behind']}": bool(record["left_behind"]),
         f"traceback in {', '.join(traced)}": bool(traced),
@@ -291,8 +300,8 @@ def judged_episode(
         "passed": is_good(record) and not traced,
         "why": why,
         "hung": hung,
-        "wrong": finished
-        and not (same and is_whole and record["samples_exactly_once"]),
+        "wrong": any(others.values())
+        or (finished and not (same and is_whole and record["samples_exactly_once"])),
         "expects_bits": expects_bits,
         "bit_identical": record["bit_identical"],
         "not_over": record["faults_not_over"],

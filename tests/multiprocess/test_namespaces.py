@@ -109,6 +109,14 @@ def test_each_cut_separates_what_it_names_and_is_silent(network):
 
 
 @needs_root
+def test_a_cut_of_several_hosts_that_fails_cuts_none(network):
+    fault = parse_fault("cut:0+1@1:5", 2)
+    with pytest.raises(KeyError, match="stranger"):
+        begin(fault, ["a", "stranger"], cast(LocalCluster, None), network, [])
+    assert seen(network) == WHOLE
+
+
+@needs_root
 @pytest.mark.parametrize(
     "lasting, ended",
     [

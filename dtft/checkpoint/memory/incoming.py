@@ -278,10 +278,12 @@ class Hosting:
 
     def forget_rotten(self) -> None:
         """Drops the copies from peers in which a chunk was found corrupt."""
-        for copies in self.copies.values():
+        for step, copies in list(self.copies.items()):
             for source, copy in list(copies.items()):
                 if self.pools[source].rotten_in(copy):
                     self.pools[source].release(copies.pop(source))
+            if not copies:
+                del self.copies[step], self.items[step]
 
     def drop(self, needed: Callable[[int], bool]) -> None:
         """Drops copies and unfinished pushes for which `needed(step)` is False."""

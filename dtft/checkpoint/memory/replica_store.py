@@ -41,7 +41,7 @@ class HeldCopies:
         """Returns the steps of the copies on this host, ascending.
 
         Leaves out a step whose only copy is kept for an export to storage (pinned).
-        Still lists a step whose copies were all dropped because they were corrupt.
+        Copies known to be corrupt count until they are dropped.
         """
         return tuple(sorted({*self._own.copies, *self._hosting.copies}))
 
@@ -515,7 +515,7 @@ class ReplicaStore:
         """Returns the steps of the copies on this host, ascending.
 
         Leaves out a step whose only copy is kept for an export to storage (pinned).
-        Still lists a step whose copies were all dropped because they were corrupt.
+        Copies known to be corrupt count until they are dropped.
         """
         with self._lock:
             return self._held.steps()

@@ -332,8 +332,7 @@ def copy_step(directory: Path, step: int, target: Path) -> int:
     """Copies the files of a step to another directory; returns their size in bytes.
 
     The step is read and verified first, and its copy at the end. If copying is
-    interrupted or fails, the files copied so far are removed. A complete copy whose
-    verification fails stays.
+    interrupted or fails, or the copy is corrupt, the copied files are removed.
 
     Raises:
         ValueError: the target is the source or has the step already, the target cannot
@@ -350,7 +349,11 @@ def copy_step(directory: Path, step: int, target: Path) -> int:
     with _while_it_exists(directory, step):
         _read_all(directory, step)
         _copy(directory / str(step), target)
-    _read_all(target, step)
+    try:
+        _read_all(target, step)
+    except BaseException:
+        shutil.rmtree(target / str(step), ignore_errors=True)
+        raise
     return _bytes_below(target / str(step))
 
 

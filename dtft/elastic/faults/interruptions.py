@@ -19,7 +19,7 @@ from dtft.elastic.faults.full_disks import (
     storage_read_only,
 )
 from dtft.elastic.faults.network_namespaces import HostNamespaces, NetworkCut
-from dtft.elastic.faults.schedule import Fault
+from dtft.elastic.faults.schedule import Fault, Reach
 from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.processes import process_alive, session
 
@@ -88,7 +88,7 @@ def begin(
             if fault.reach == "pair":
                 cuts = [network.part(*hosts)]
             else:
-                cuts = [network.cut(host, fault.reach) for host in hosts]
+                cuts = _cut_all(network, hosts, fault.reach)
             return Interruption(pids=(), end=lambda: _heal(network, cuts))
         case "pause-store":
             return _store_paused(cluster)
@@ -136,6 +136,19 @@ def _store_paused(cluster: LocalCluster) -> Interruption:
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _cut_all(
+    network: HostNamespaces, hosts: Sequence[str], reach: Reach
+) -> list[NetworkCut]:
+    """Cuts each of the hosts off; if one cut fails, undoes those made before."""
+    with contextlib.ExitStack() as undone:
+        cuts = []
+        for host in hosts:
+            cuts.append(network.cut(host, reach))
+            undone.callback(network.heal, cuts[-1])
+        undone.pop_all()
+    return cuts
 
 
 def _heal(network: HostNamespaces, cuts: Sequence[NetworkCut]) -> None:

@@ -143,7 +143,12 @@ class HostNamespaces:
 
     def _begin(self, cut: NetworkCut) -> NetworkCut:
         self._cuts.append(cut)
-        self._apply(cut)
+        try:
+            self._apply(cut)
+        except Exception:
+            with contextlib.suppress(Exception):
+                self.heal(cut)
+            raise
         return cut
 
     def _apply(self, cut: NetworkCut) -> None:

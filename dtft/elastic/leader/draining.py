@@ -255,14 +255,19 @@ class Draining:
     def trained(self, report: RecoveryReport) -> None:
         """Completes the replies about drained hosts that had a slot and have none now.
 
-        Called when every slot trains again. Adds the restored step, the bytes that the
-        recovery took from peers and from storage, and the seconds since the request to
-        drain the host, or since the report that its agent is to end.
+        Called when every slot trains again. Adds the host that has the slot now (None
+        if the job shrank, so that it has no such slot), the restored step, the bytes
+        that the recovery took from peers and from storage, and the seconds since the
+        request to drain the host, or since the report that its agent is to end.
         """
+        assignment = self._rendezvous.assignment
+        hosts = assignment.slots if assignment is not None else ()
         for host, departure in self._departures.items():
             is_free = not departure.told and not self._is_needed(host)
             if is_free and departure.slot >= 0:
+                has_slot = departure.slot < len(hosts)
                 departure.reply |= {
+                    "successor": hosts[departure.slot] if has_slot else None,
                     "step": report.restored_step,
                     "bytes_from_peers": report.bytes_from_peers,
                     "bytes_from_storage": report.bytes_from_storage,

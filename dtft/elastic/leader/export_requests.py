@@ -133,8 +133,8 @@ class StorageExports:
         self.health = StorageHealth(config.storage_directory)
         self._requests = ExportRequests()
 
-    def asked(self, rendezvous: Rendezvous, answer: Answer) -> None:
-        """Handles a request to export the next commit.
+    def asked(self, rendezvous: Rendezvous, answer: Answer) -> bool:
+        """Handles a request to export the next commit; returns whether it waits for it.
 
         Refuses the request unless the job trains. `answer` sends the reply to the
         requester.
@@ -143,8 +143,9 @@ class StorageExports:
         if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
             text = f"the job does not train now ({rendezvous.phase}); ask again later"
             answer({"error": text})
-        else:
-            self._requests.add(coordinator.committed, answer)
+            return False
+        self._requests.add(coordinator.committed, answer)
+        return True
 
     def committed(self, coordinator: CommitCoordinator, step: int) -> None:
         """Handles a commit: orders the export of `step` if a requester waits for one.

@@ -258,8 +258,7 @@ class Requests:
         ):
             answer({"step": coordinator.exported})
         else:
-            self._storage.asked(rendezvous, answer)
-            self._export_asked = coordinator is not None
+            self._export_asked |= self._storage.asked(rendezvous, answer)
             self._settle()
 
     def committed(self, commit: Commit) -> None:

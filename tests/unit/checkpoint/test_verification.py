@@ -59,6 +59,11 @@ def frozen(key: str, size: int) -> bytes:
     return content(7, key, size)
 
 
+def content_of_8(key: str, size: int) -> bytes:
+    """Other bytes than those of step 7."""
+    return content(8, key, size)
+
+
 def test_a_pass_reads_every_byte_that_is_kept_once(pair: list[Host]) -> None:
     holder = pair[0].holder
     stage(holder, 8, frozen)  # another version in other buffers
@@ -130,6 +135,24 @@ def test_a_peers_copy_that_rots_is_given_to_nobody_and_sent_again(
     target.holder.drop_before(8, keep=set())
     assert target.holder.holdings()[1] == [] and wrong(target.holder) == []
     assert target.holder.verifier.known() == []
+
+
+def test_a_step_whose_only_copy_rots_is_not_listed(pair: list[Host]) -> None:
+    source, target = pair
+    stage(source.holder, 8, content_of_8)
+    (push,) = source.holder.outgoing
+    assert hand_over(source.holder, target.holder, push, 8)
+    assert target.holder.steps() == (7, 8)
+    pieces = [piece for piece in source.holder.own_slices if piece.nbytes]
+    for piece in pieces:
+        (parts,) = target.holder.find(8, [piece.key])
+        next(iter(parts.cut(0, 1)))[0] ^= 1
+    assert 8 not in target.holder.holdings()[0]
+    assert target.holder.steps() == (7,)
+    with pytest.raises(KeyError):
+        target.holder.items(8)
+    assert hand_over(source.holder, target.holder, push, 8)  # and comes again
+    assert target.holder.steps() == (7, 8) and 8 in target.holder.holdings()[0]
 
 
 def test_an_own_copy_that_rots_is_written_anew(pair: list[Host]) -> None:

@@ -306,6 +306,13 @@ def test_only_what_matters_stops_a_resume() -> None:
             refuse_other(to_json(old), to_json(other), "runs/x")
 
 
+def test_blocks_of_another_size_are_another_state() -> None:
+    old = parse_experiment("digits_shampoo", ["--optim.block-size", "64"])
+    other = parse_experiment("digits_shampoo", ["--optim.block-size", "32"])
+    with pytest.raises(ConfigError, match="optim.block_size: 64 -> 32"):
+        refuse_other(to_json(old), to_json(other), "runs/x")
+
+
 def test_every_key_has_help_text(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         load_experiment("chars_transformer", ["--help"])

@@ -115,6 +115,17 @@ def test_a_run_with_another_size_is_judged_by_its_losses() -> None:
     assert wrong["wrong"] and not wrong["passed"]
 
 
+def test_another_state_or_other_shares_than_committed_are_wrong() -> None:
+    close = {"loss_curve": {"within_tolerance": True}, "bit_identical": False}
+    state = judged(**close, resized=[{"bit_exact": True}, {"bit_exact": False}])
+    assert state["wrong"] and not state["passed"]
+    assert state["why"] == ["a restored state that is not the committed one"]
+    shares = judged(**close, shares=[{"replayed": False}])
+    assert shares["wrong"] and not shares["passed"]
+    assert shares["why"] == ["a restart with other shares than committed"]
+    assert not judged(**close, shares=[{"replayed": True}])["wrong"]
+
+
 def test_sums_count_what_was_expected() -> None:
     one, other = judged(), judged(ended_in_time=False, bit_identical=False)
     found = sums([one, one, other])

@@ -50,7 +50,8 @@ def test_a_spare_takes_the_slot_at_the_next_commit_and_the_host_ends_after_one_m
     (answer,) = desk.answers
     assert (answer["host"], answer["slot"], answer["step"]) == ("h1", 1, 8)
     assert answer["bytes_from_storage"] == 0
-    assert "another host has slot 1" in drained_line("j", answer)
+    assert answer["successor"] == "h2"
+    assert "h1 leaves job j; h2 has slot 1 now: went on" in drained_line("j", answer)
     assert [host for host, _ in desk.take("drained")] == ["h1"]
     (recovery,) = [it for it in desk.events() if it["event"] == "recovery"][-1:]
     assert recovery["steps_lost"] == 0 and recovery["survivors"] == 1
@@ -84,7 +85,10 @@ def test_with_fewer_replicas_allowed_the_job_shrinks(desk_of: Make) -> None:
     desk.commit(8)
     desk.settle(1)
     desk.commit(9)
-    assert slots(desk) == ("h0",) and desk.answers[0]["slot"] == 1
+    (answer,) = desk.answers
+    assert slots(desk) == ("h0",) and answer["slot"] == 1
+    assert answer["successor"] is None
+    assert "fewer hosts, without slot 1: went on" in drained_line("j", answer)
     assert [host for host, _ in desk.take("drained")] == ["h1"]
 
 
