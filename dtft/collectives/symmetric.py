@@ -42,6 +42,8 @@ def all_reduce_symmetric(
 ) -> Array:
     """Sums or averages symmetric matrices over an axis, with exactly symmetric results.
 
+    ``wire`` chooses what is sent:
+
     * ``packed`` (default): sends the lower triangle, half the bytes, exactly. With a
       narrow wire_dtype the result may not be positive definite: in bfloat16 the
       smallest eigenvalues of an ill-conditioned matrix turn negative (and on CPU
@@ -49,10 +51,10 @@ def all_reduce_symmetric(
     * ``full``: sends all n^2 numbers. Meant for links faster than memory, and for
       comparisons.
     * ``cholesky``: sends the factors of positive definite matrices. Factors cannot be
-      added, so every device gathers all p factors and adds the products L L^T: p/2
-      times the bytes of ``packed`` and O(p n^3) work. With wire_dtype bfloat16 the
-      result stays positive definite (`benchmarks/cholesky_wire.py`). This wire works
-      inside `jax.shard_map` only, not under a `jax.vmap` with an axis name.
+      added, so every device gathers the factors of all p devices and adds the products
+      L L^T: p/2 times the bytes of ``packed`` and O(p n^3) work. With wire_dtype
+      bfloat16 the result stays positive definite (`benchmarks/cholesky_wire.py`). This
+      wire works inside `jax.shard_map` only, not under a `jax.vmap` with an axis name.
     * ``auto``: the wire that `measure_wires` found the cheapest for matrices of this
       size on these devices and links, according to ``costs``.
 
@@ -73,8 +75,9 @@ def all_reduce_symmetric(
 
     Returns:
         [..., n, n] of matrix's dtype. With ``cholesky`` the jitter of `cholesky_encode`
-        is added to a singular matrix. A matrix that cannot be encoded on one device
-        makes the result for this matrix NaN, but not for other matrices of the batch.
+        is added to a singular matrix. If any device cannot encode its matrix, which
+        is not finite or not positive definite, the result for it is NaN; that for other
+        matrices of the batch is not.
 
     Raises:
         ValueError: the matrix is not square, an option is unknown, options are

@@ -451,7 +451,8 @@ class ShampooConfig(OptimConfig):
 
     The left and right statistics of a block of a matrix are decayed sums of G G^T and
     G^T G over its gradients G. Each leaf's direction (its update before the learning
-    rate) gets the norm of the leaf's Max-AdaBelief direction.
+    rate) gets the norm of the direction that Max-AdaBelief gives the leaf: AdaBelief
+    that divides by the largest second moment so far.
     """
 
     short_name: ClassVar[str] = "shampoo"

@@ -615,10 +615,10 @@ def _aux(name: str) -> str:
 
 
 def _flops_by_dim(graph: Graph) -> Mapping[int, float]:
-    """Maps each dim to the operations in a step of the products that have it.
+    """Maps each dim to the arithmetic operations of a step's products with this dim.
 
-    Products are matmuls, convolutions and kernels. In a program without products, all
-    operators count.
+    Products are matmuls, convolutions and custom kernels (such as Pallas calls). In a
+    program without products, all operators count.
     """
     heavy = [op for op in graph.operators if op.kind in PRODUCTS] or graph.operators
     found: dict[int, float] = defaultdict(float)

@@ -87,7 +87,7 @@ class OpenedDirectory:
         return handlers
 
     def _check_still_wanted(self, generation: int) -> None:
-        """Refuses to complete a step whose save failed or whose directory was replaced.
+        """Refuses to complete a step after a failed save or a new storage directory.
 
         Orbax reports the first failure while its other threads still write. A thread
         that ends after the directory is available again must not complete the step.
@@ -96,7 +96,8 @@ class OpenedDirectory:
         manager that writes the step was opened.
 
         Raises:
-            StorageMoved: there was a failure since, or the directory was replaced.
+            StorageMoved: a save has failed since, or another directory has replaced
+                the storage directory.
         """
         if generation != self._generation:
             raise StorageMoved(f"a save to {self.directory} was given up before")

@@ -177,8 +177,8 @@ class Pace:
     def after(self, nbytes: int) -> None:
         """Counts `nbytes` as read; returns when the next chunk may be read.
 
-        If the caller was slower than the rate, its later reads are not faster than the
-        rate in return.
+        A caller that was slower than the rate does not catch up: its later reads keep
+        to the rate, too.
         """
         self._read += nbytes
         now = self._clock()

@@ -183,7 +183,7 @@ def gate(
 def compare(plan: Plan, compiled: Compiled) -> tuple[Agreement, ...]:
     """Compares the predicted bytes of collectives with those of the compiled program.
 
-    Returns one entry for each kind of collective over the same mesh axes. The entry
+    Returns one entry for each pair of a kind of collective and its mesh axes. The entry
     with the most bytes, predicted or compiled, is first. Bytes are of all executions in
     a step. If the compiler widened a dtype (such as 16 to 32 bits), the bytes are those
     before widening.

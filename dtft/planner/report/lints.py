@@ -327,9 +327,9 @@ def find_lints(decision: Decision) -> tuple[Lint, ...]:
 def products(decision: Decision) -> tuple[Lint, ...]:
     """Finds matmuls whose sizes do not suit the device, costliest first.
 
-    Either a size is no multiple of the device's alignment, or the matmul fills the
-    tiles in which the device multiplies only in part. Findings that cost less than
-    0.5 % (`LEAST`) of a step are left out.
+    Either a size is no multiple of the device's alignment, or the last tiles of the
+    matmul are only partly filled (a device multiplies in tiles of a fixed size).
+    Findings that cost less than 0.5 % (`LEAST`) of a step are left out.
     """
     lost: dict[tuple[str, str], float] = defaultdict(float)
     where: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)

@@ -183,10 +183,12 @@ class Columns:
         return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
-        """Makes cases of points at which quantities are divided by equal numbers.
+        """Groups the points into cases: what the axes divide has one size in a case.
 
-        A point is a mesh and a number of microbatches. Two points are in one case if
-        for each set of axes in `divisors` the product of their sizes is equal.
+        A point is a mesh and a number of microbatches. Each entry of `divisors` is a
+        set of axes, which divide a quantity (such as the rows of an array) by the
+        product of the axes' sizes in the point's mesh. Points for which all these
+        products are equal are one case.
         """
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])

@@ -165,7 +165,7 @@ def convolution_sides(
     root: Callable[[int], int],
     kept: Mapping[str, int | None],
 ) -> tuple[ShardedSize, ShardedSize] | None:
-    """Computes n and k of a convolution as a matmul of image patches by the kernel.
+    """Returns n and k of the matmul (patches of the image by kernel) of a convolution.
 
     n (columns) is the number of output channels. k (depth, the contracted size) is the
     number of input channels times the number of positions of the kernel. In the
