@@ -501,13 +501,14 @@ class Layers:
         return np.moveaxis(sums, 2, 0)
 
     def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
-        """Adds each stage's extra seconds per microbatch to its seconds in layers.
+        """Adds the extra seconds of a stage to those of each range of layers.
 
-        Ranges without layers keep their seconds.
+        A range is layers that the stage may have. Ranges without layers get no extra
+        seconds.
 
         Args:
-            fixed_s: extra seconds in a step of each stage that has layers, `[stages]`;
-                None: 0.
+            fixed_s: extra seconds of each stage in a whole step, `[stages]`, which are
+                first divided by the number of microbatches; None: 0.
             sums: seconds of one microbatch in the layers from `start` to `stop` - 1 on
                 each stage, `[stages, start, stop]`; the result of `_sums` or `_costs`.
         """

@@ -1,10 +1,10 @@
 """Fills symmetric matrices from one stored triangle, a band of rows at a time.
 
-A band is some rows of the result. Its elements in the other triangle are read from the
-transpose of as many columns of the stored triangle, which fit into the cache. Used only
-on CPU, where XLA would read the transpose of a whole large matrix element by element
-with the stride of a row, and make further copies of the matrix. The module `packing`
-documents the stored layout.
+A band is a few rows of the result. The stored triangle has one part of each of these
+rows. The other part is in the stored columns of the same numbers: they fit into the
+cache, and are transposed there. Used only on CPU, where XLA would read the transpose of
+a whole large matrix element by element with the stride of a row, and make further
+copies of the matrix. The module `packing` documents the stored layout.
 """
 
 import jax.numpy as jnp

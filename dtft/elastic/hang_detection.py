@@ -213,9 +213,11 @@ class ProgressWatch:
         self._dumped = False
 
     def look(self, now: float, seen: Observation) -> JobProgress:
-        """Records an observation; returns the trainer's progress up to now.
+        """Records what the progress board shows; returns the trainer's progress.
 
-        `now` is the time of the observation, in seconds on the monotonic clock.
+        This is its step and phase, how long the phase has lasted, and the phase's time
+        limit. `now` is the time at which the board was read, in seconds on the
+        monotonic clock.
         """
         before = self._last
         gap = BLIND_S if before is None else min(now - before[0], BLIND_S)

@@ -323,10 +323,11 @@ class Climb:
         return best
 
     def _singly(self, node_of: list[int], seconds: float) -> tuple[list[int], float]:
-        """Moves single groups of tasks until no move lowers `step` or no try is left.
+        """Moves one group of tasks at a time, until no move lowers the value.
 
-        Begins with the placement `node_of` (the node of each task), whose `step` value
-        is `seconds`. Returns the last placement and its `step` value.
+        The tasks of a group must share a node. Also ends when no try is left. Begins
+        with the placement `node_of` (the node of each task), for which the function has
+        the value `seconds`. Returns the last placement and its value.
         """
         idle = 0
         for number in itertools.cycle(range(len(self.groups))):

@@ -832,7 +832,7 @@ class TrainerProcess:
         The slot may be taken if the training thread compiles, computes a step or
         evaluates, if the next formation (assignment of hosts to slots) uses other
         devices of this process, and if no other thread that was left behind still runs.
-        The caller holds the dialogue's `condition`.
+        The caller holds the lock of the messages with the agent (`condition`).
         """
         runtime, former = self._runtime, self._left_behind()
         return (

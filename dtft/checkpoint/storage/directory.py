@@ -305,7 +305,8 @@ class StepToStore:
     A fingerprint is a checksum of an array's values; it is stored with the step.
 
     Attributes:
-        record: structure, leaves and JSON items of the step.
+        record: describes the step: its structure, the path, shape and dtype of each
+            leaf, and its JSON items.
         items: item name to `ocp.args.StandardSave` or `JsonSave`.
         digest: digest of the record and the fingerprints of the leaves.
     """
@@ -314,9 +315,10 @@ class StepToStore:
         """Computes the fingerprints of the leaves and the digest.
 
         Args:
-            record: structure, leaves and JSON items of the step.
-            values: the leaves, in the record's order; jax arrays are global. An empty
-                array is stored as None, because Orbax refuses it.
+            record: describes the step: its structure, the path, shape and dtype of each
+                leaf, and its JSON items.
+            values: the values of these leaves, in the record's order; jax arrays are
+                global. An empty array is stored as None, because Orbax refuses it.
         """
         full = [
             None if 0 in leaf.shape else value

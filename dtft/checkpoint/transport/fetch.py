@@ -331,8 +331,9 @@ def _opened(
     `sizes` has the bytes of each requested slice.
 
     Returns:
-        The offer that the peer's `Nixl.lend` yielded, which `_read` needs to read the
-        peer's memory. None if the peer lends no memory.
+        What `_read` needs to read the slices in the peer's memory with NIXL (remote
+        memory access), as `Nixl.lend` made it there. None if the peer's memory cannot
+        be read so; the slices then come over connections.
 
     Raises:
         FetchError: the peer lacks a slice, or the sizes differ.

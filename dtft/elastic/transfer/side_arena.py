@@ -144,5 +144,5 @@ class Resharding:
             self._side.free(answer["arena"])
 
     def free(self) -> None:
-        """Frees the arena after the process has read its slices or has gone."""
+        """Frees the arena; the process must have read the slices, or have ended."""
         self._side.free()

@@ -125,7 +125,7 @@ class Timeline:
 
     @cached_property
     def gradients(self) -> frozenset[int]:
-        """Values that the backward pass computes and the update reads."""
+        """Numbers of the values that the backward pass makes and the update reads."""
         made: set[int] = set()
         read: set[int] = set()
         for operator in self.graph.operators:
