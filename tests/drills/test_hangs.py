@@ -228,7 +228,7 @@ def test_a_leader_cut_from_the_store_is_replaced_within_two_leases(tmp_path, con
 def test_a_host_that_was_cut_off_comes_back_as_a_spare(tmp_path, control, reach):
     record = drill(
         *(tmp_path, *LONG, *SPAN, *control("long"), "--spares", "1"),
-        *faults(f"cut:follower@100:{reach}:20", "kill-host:2@100:healed"),
+        *faults(f"cut:follower@100:{reach}:10", "kill-host:2@100:healed"),
     )
     (cut,) = hosts(record)
     formed = [
