@@ -446,10 +446,10 @@ def share_cached_programs() -> None:
 
 
 class _Read(threading.local):
-    """What a thread has read last from JAX's compilation cache.
+    """The entry that a thread has read last from JAX's compilation cache.
 
-    Each thread has its own values. `PortableProgram` resets them before it compiles.
-    `looked` is whether the thread has looked for an entry since then.
+    Each thread has its own `entry` and `looked`. `PortableProgram` resets them before
+    it compiles. `looked` is whether the thread has looked for an entry since then.
     """
 
     looked = False
@@ -695,11 +695,11 @@ _listeners: list[Callable[[str, bytes], None]] = []
 
 
 def tell_of_keys(listener: Callable[[str, bytes], None]) -> None:
-    """Registers a function to call for each key that this process sets.
+    """Registers a function that is called for each key that this process sets.
 
-    Counts only the coordination service's keys by which processes wait for each other
-    (`meet`) or broadcast a text (`told_by`). `listener(key, value)` is called on the
-    thread that sets the key, and must not block.
+    It is called only for keys of the coordination service that `meet` or `told_by` set,
+    as `listener(key, value)`, after the key is set and on the same thread. It must not
+    block.
     """
     _listeners.append(listener)
 
@@ -835,8 +835,9 @@ def scan_arguments(eqn: Any) -> tuple[int, int]:
     """Returns the number of constants and of carried values of a `scan`.
 
     `eqn` is the equation of the `scan` in a jaxpr. The constants are its first
-    arguments, followed by the carry. Both numbers are parameters of the equation. In
-    JAX 0.12 they are counted from the parameter `ft_in`, the trees of the arguments.
+    arguments, followed by the carry. Older versions of JAX have both numbers as
+    parameters of the equation. JAX 0.12 has the parameter `ft_in` instead, the trees of
+    the arguments; there this function counts them.
     """
     if "ft_in" in eqn.params:
         constants, carry, _ = eqn.params["ft_in"].unpack()

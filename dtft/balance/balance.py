@@ -389,7 +389,7 @@ def _gain(
 ) -> tuple[float, float]:
     """Returns the fraction of a step's seconds that a candidate saves, and its error.
 
-    The candidate is a division that may replace the division in force. The fraction is
+    The candidate is a division that may replace the division of `now`. The fraction is
     computed from the seconds of each node in both divisions. These are measured seconds
     if both divisions were measured (`SpeedEstimator.measured`), else the estimates
     `speeds`. The error is the largest relative standard error of the seconds of a node
@@ -417,8 +417,9 @@ def _proportional(
 
     Nodes get load in proportion to their weights, which stand for their relative
     speeds. The new weights are scaled to a mean of 1; then weights below 0.001
-    (`_LEAST_WEIGHT`) are raised to 0.001. `busy` has the seconds of local work of each
-    node in each step, `[steps, n]`.
+    (`_LEAST_WEIGHT`) are raised to 0.001. `now` has the former weights and the division
+    in force. `busy` has the seconds of local work of each node in each step,
+    `[steps, n]`.
 
     Returns:
         The division by the new weights (the candidate), the new weights, the gain and

@@ -218,11 +218,11 @@ def by_weight(weights: ArrayLike, total: int, *, low: int = 1) -> Counts:
 def _before_makespan(
     seconds: Floats, fixed: Floats, total: int, most: Counts, low: int
 ) -> Counts:
-    """Computes shares of microbatches that end before the shortest possible step.
+    """Gives each node the microbatches that it finishes before the shortest step ends.
 
-    The shortest possible step is the least time in which all nodes together can do
-    `total` microbatches; it is found by bisection. Each node gets as many microbatches
-    as it can end before this time, but at least `low` and at most its entry of `most`.
+    The shortest step lasts the least time in which all nodes together can finish
+    `total` microbatches; this time is found by bisection. A node gets at least `low`
+    microbatches, even if it finishes them later, and at most its entry of `most`.
     `_hand_out` divides the few microbatches that are left over.
 
     Args:
@@ -501,10 +501,10 @@ class Layers:
         return np.moveaxis(sums, 2, 0)
 
     def _with(self, fixed_s: Floats | None, sums: Floats) -> Floats:
-        """Adds the extra seconds of a stage to those of each range of layers.
+        """Adds the extra seconds of each stage to the seconds of each range of layers.
 
-        A range is layers that the stage may have. Ranges without layers get no extra
-        seconds.
+        A range is the layers from `start` to `stop` - 1. The extra seconds are not
+        added to ranges without layers.
 
         Args:
             fixed_s: extra seconds of each stage in a whole step, `[stages]`, which are
@@ -548,7 +548,8 @@ class Layers:
 def _array(rows: Sequence[Any]) -> Any:
     """Converts rows of numbers to an array; returns anything else unchanged.
 
-    `Layers._check` then refuses the value with the name of its field.
+    For a value that is returned unchanged, `Layers._check` raises a ValueError with
+    the name of the field.
     """
     try:
         return np.array(rows, float)

@@ -126,7 +126,10 @@ class UnitTimes:
         )
 
     def without(self, nodes: Sequence[int]) -> "UnitTimes":
-        """Returns the unit times without the measurements of some nodes."""
+        """Returns the unit times without the measurements of some nodes.
+
+        `nodes` has the indices of these nodes.
+        """
         known = np.ones(self.num_steps.size, bool)
         known[list(nodes)] = False
         return UnitTimes(
@@ -375,7 +378,7 @@ class SpeedEstimator:
             load: Units that each node worked on, `[n]`.
 
         Returns:
-            The new estimator, and the numbers of the nodes that drifted.
+            The new estimator, and the indices of the nodes that drifted.
 
         Raises:
             ValueError: shapes do not fit, or a node with load has seconds that are not
@@ -414,12 +417,12 @@ class SpeedEstimator:
 
         The seconds of a node in a step are modelled as fixed seconds, plus load times
         seconds per unit. Both are fitted by least squares to all measured seconds of
-        the node, each weighted by its error. A penalty keeps the fixed seconds small:
-        it is weaker, the larger the fixed seconds that the measurements of all nodes
-        suggest (`_Rows._likely`). If a unit takes the same seconds under different
-        loads, the fixed seconds are about 0. A node without measurements gets no fixed
-        seconds, and the median seconds per unit of the measured nodes. Without any
-        measurement, every unit counts as 1 second.
+        the node; those with a smaller error have a larger weight. A penalty keeps the
+        fixed seconds small. It is weaker if the measurements of all nodes suggest
+        larger fixed seconds (`_Rows._likely`). If a unit takes the same seconds under
+        different loads, the fixed seconds are about 0. A node without measurements gets
+        no fixed seconds, and the median seconds per unit of the measured nodes. Without
+        any measurement, every unit counts as 1 second.
         """
         known = self.known
         if not known.any():
@@ -500,10 +503,13 @@ class _Rows:
 
         Fixed seconds are those of a step that do not depend on load. The result is one
         fraction, common to all nodes, times the shortest measured busy seconds of the
-        node. The fraction is a root mean square over the nodes that were measured with
-        different loads, each fitted alone, with their noise subtracted. It is at most
-        0.5 (`MOST_FIXED`). If no node was measured with different loads, it is 0.15
-        (`LIKELY_FIXED`).
+        node. For each node that was measured with different loads, a line fitted to
+        this node alone gives its fixed seconds as a fraction of its shortest busy
+        seconds. The common fraction is the root of the weighted mean of the squares of
+        these fractions. The variance of each fit is first subtracted from its square; a
+        fit with a smaller variance has a larger weight. The common fraction is at most
+        0.5 (`MOST_FIXED`), and 0.15 (`LIKELY_FIXED`) if no node was measured with
+        different loads.
         """
         area = self.ones * self.squared - self.load**2
         unlike = area > 1e-6 * self.ones * self.squared

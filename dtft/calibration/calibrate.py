@@ -96,9 +96,10 @@ class BenchmarkSizes:
         """Returns the sizes that a job of `num_processes` processes measures.
 
         One process measures all sizes. Several processes measure with longer loops
-        (`BenchmarkPace.among`). If the processes also share cores, as on CPU (`behind`
-        is above 0), only every third size of collectives is measured, because each size
-        is compiled separately. Memory is then measured with loops of 0.08 s (`_LONG`).
+        (`BenchmarkPace.among`). If these processes share cores, as on CPU (`behind` is
+        above 0), there are two more differences. Only every third size of collectives
+        is measured, because each size is compiled separately. The loops of the memory
+        benchmark take 0.08 s (`_LONG`).
 
         In the example, four processes measure 3 of the 8 sizes of collectives on CPU,
         and all 8 on accelerators.

@@ -67,7 +67,8 @@ def _runs(path: Path) -> list[PastRun]:
 def _devices(number: int | None) -> list[Any]:
     """Returns the devices to measure; on CPU first makes `number` devices.
 
-    No devices are made if the user has set a number of CPU devices.
+    No devices are made if the user has set a number of CPU devices, in XLA_FLAGS or
+    JAX's option `jax_num_cpu_devices`.
 
     Args:
         number: number of devices; None: all devices.

@@ -269,9 +269,10 @@ class SoakCommand:
     """Run many drills with random faults; say how often the job recovers.
 
     An episode is a drill: a run with faults, compared with an undisturbed run. It has
-    one to three faults, drawn from a seed: killed, stopped and cut off hosts, trainers
-    and stores, corrupt copies (each with a kill of a host at the same step), full or
-    read-only directories, drained hosts, and exceptions.
+    one to three faults, drawn from a seed: a host is killed, stopped, cut off or
+    drained; a trainer is killed or stopped, or raises an exception; the store is
+    killed, emptied or paused; a host's copies become corrupt, and a host is killed at
+    the same step; or a directory becomes full or read-only.
     After an interruption, run the same command again: it runs only the episodes that
     are missing.
     """
@@ -507,7 +508,7 @@ class CheckpointShowCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointVerifyCommand:
-    """Read all bytes and compare their digests; for a live job, on all its hosts."""
+    """Read all bytes and compare their checksums; for a live job, on all its hosts."""
 
     source: _Checkpoints = field(default_factory=CheckpointFlags)
     step: _CountOrNone = None
@@ -520,7 +521,7 @@ class CheckpointVerifyCommand:
     needs."""
 
     def run(self) -> int:
-        """Verifies the copies; returns the exit code.
+        """Verifies the steps in DIR or the copies of the job; returns the exit code.
 
         Raises:
             ValueError: --rate is below 0, --timeout is not above 0, the job cannot be

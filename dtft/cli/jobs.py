@@ -471,10 +471,12 @@ def line(job: str, found: dict[str, Any]) -> str:
     Args:
         job: name of the job.
         found: `replicas` and `before` are the numbers of replicas after and before the
-            change, `hosts` is the number of hosts with a slot, `step` the step from
-            which the job went on. There is no `step` if no change was necessary, as in
-            the example. There is none either if the leader changed and the request was
-            sent again (`asked_again`): the first request may have made the change.
+            change, `hosts` is the number of hosts with a slot. If the request changed
+            the number: `step` is the step from which the job went on, `seconds` the
+            time that the change took, `bytes_from_peers` and `bytes_from_storage` the
+            bytes that were restored. Without `step` the job had the number already, as
+            in the example. If `asked_again` is True then, the request was sent again
+            after a failure, and an earlier sending may have made the change.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'

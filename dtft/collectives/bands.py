@@ -1,10 +1,11 @@
 """Fills symmetric matrices from one stored triangle, a band of rows at a time.
 
-A band is a few rows of the result. The stored triangle has one part of each of these
-rows. The other part is in the stored columns of the same numbers: they fit into the
-cache, and are transposed there. Used only on CPU, where XLA would read the transpose of
-a whole large matrix element by element with the stride of a row, and make further
-copies of the matrix. The module `packing` documents the stored layout.
+A band is a few rows of the result. One part of each result row is copied from a row of
+the stored triangle. The other part is copied from a column of the stored triangle. The
+columns of a band are transposed together, because they fit into the cache. Used only on
+CPU, where XLA would read the transpose of a whole large matrix element by element with
+the stride of a row, and make further copies of the matrix. The module `packing`
+documents the stored layout.
 """
 
 import jax.numpy as jnp
@@ -19,8 +20,9 @@ def mirror_into(
 ) -> Array:
     """Writes a block of a symmetric matrix into `out`, read from one stored triangle.
 
-    The block has w rows and m columns and begins at (row, column) of `out`. `stored`
-    has one of the two equal elements (i, j) and (j, i) of the matrix:
+    The block has w rows and m columns and begins at (row, column) of `out`. Row i and
+    column j of an element count from the first row and column of the block. `stored`
+    has one of the two equal elements (i, j) and (j, i):
 
     * With `lower`, `stored` is [m, w]. Element (i, j) of the block is read from
       `stored[i, j]` if j <= i, else from `stored[j, i]`.

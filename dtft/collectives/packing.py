@@ -172,8 +172,9 @@ def _triangles(packed: Array, n: int) -> tuple[Array, Array, Array]:
     """Splits the packed lower triangles of matrices with n rows into their three parts.
 
     With k = n // 2 and h = n - k, the parts are the triangle of the first h rows [...,
-    h, h], the block below it [..., k, h], and the triangle beside this block [..., k,
-    k]. Elements above the diagonals of the two triangles are arbitrary.
+    h, h], the block below this triangle [..., k, h], and the triangle to the right of
+    this block [..., k, k]. Elements above the diagonals of the two triangles are
+    arbitrary.
     """
     lines = _lines(packed, n)
     k, h = n // 2, n - n // 2

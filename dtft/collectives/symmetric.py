@@ -75,9 +75,9 @@ def all_reduce_symmetric(
 
     Returns:
         [..., n, n] of matrix's dtype. With ``cholesky`` the jitter of `cholesky_encode`
-        is added to a singular matrix. If any device cannot encode its matrix, which
-        is not finite or not positive definite, the result for it is NaN; that for other
-        matrices of the batch is not.
+        is added to a singular matrix. A matrix of the batch gives NaN if any device
+        cannot encode it, for example because it is not finite there. The other matrices
+        of the batch are not affected.
 
     Raises:
         ValueError: the matrix is not square, an option is unknown, options are

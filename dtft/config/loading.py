@@ -182,8 +182,8 @@ def parse_experiment(
     Raises:
         ConfigError: there is no such config, the config or an override is wrong, or the
             data does not exist.
-        SystemExit: tyro refused the value of an override and printed the reason (2), or
-            help was printed (0).
+        SystemExit: tyro refused the value of an override and printed the reason (exit
+            code 2), or help was printed (exit code 0).
     """
     default = _default(find_config(config))
     overrides = _by_names_of_today(default, overrides)

@@ -550,9 +550,10 @@ class ShampooConfig(OptimConfig):
     def scale(self, axis_name: str | None = None) -> "optax.GradientTransformation":
         """Makes the Shampoo transform from gradient to direction.
 
-        The direction is the update before weight decay and learning rate. With an axis
-        the direction is that of the mean gradient over the axis, and the statistics are
-        of the local gradients.
+        The direction is the update before weight decay and learning rate. With
+        `axis_name`, the transform computes the direction from the mean of the gradients
+        over this axis. Each replica computes statistics from its own gradient, and the
+        replicas exchange the statistics over the axis.
 
         Raises:
             ValueError: `axis_name` is given, but statistics are not exchanged, because

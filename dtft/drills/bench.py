@@ -93,8 +93,8 @@ def measure_tier(
 
     Returns:
         Maps the name of each variant to the parsed summary.json of its runs, in order.
-        Runs with 20 commits or more normally also have `agents_cpu_s`: host to its
-        agent's processor seconds per commit (`cpu_per_commit`).
+        A run that was long enough to measure them also has `agents_cpu_s`, the result
+        of `cpu_per_commit`: host to its agent's processor seconds per commit.
 
     Raises:
         ValueError: etcd does not start.
@@ -127,8 +127,9 @@ def summarize(seen: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         time without the tier. `ratio`: the median of `ratios`. `stall_s`: median
         seconds for which a snapshot blocks training. `agent_cpu_s`: processor seconds
         of an agent per commit, as the median over all agents of all runs with the tier.
-        `leader_cpu_s`: the same for the agent that used most in its run, as the median
-        over these runs. Both are missing if no run was long enough to measure them.
+        `leader_cpu_s`: processor seconds per commit of the agent that used most in its
+        run, as the median over the runs with the tier. Both are missing if no run was
+        long enough to measure them.
         `snapshots`: number of snapshots in the first run with the tier. `interval`:
         steps between snapshots at the end of the last run with the tier.
 
@@ -178,9 +179,9 @@ def cpu_per_commit(
     Returns:
         Maps host to seconds per commit: the processor seconds between the first and the
         last used sample, divided by the number of commits between them. A sample is
-        used if it has all agents and was taken between the first commit that counts and
-        the last commit. {} with fewer than 20 commits, with fewer than two used
-        samples, or without a commit between them.
+        used if it has every host that any sample has, and was taken between the first
+        commit that counts and the last commit. {} with fewer than 20 commits, with
+        fewer than two used samples, or without a commit between them.
 
     In the example there is a commit every second, and the first 10 are left out. The
     agent uses 2 s of processor time for the 20 commits from second 11 to 30.

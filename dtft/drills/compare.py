@@ -197,10 +197,10 @@ def attempts(directory: Path) -> list[Record]:
     Returns:
         For each attempt: `step`: the step that the attempt restored. `shares`: the
         numbers of microbatches per step, one for each replica, when the attempt began.
-        `replayed`: whether these are the shares that were in force after the restored
-        step before; also True for the first attempt, and if the number of replicas
-        changed. `unknown`: names of the replicas without measured times when the
-        attempt began. `found`: the shares at the end of the attempt.
+        `replayed`: whether an earlier attempt had these shares in force after the step
+        that was restored; also True for the first attempt, and if the number of
+        replicas changed. `unknown`: names of the replicas without measured times when
+        the attempt began. `found`: the shares at the end of the attempt.
     """
     path = directory / BALANCE_FILE
     lines = path.read_text().splitlines() if path.exists() else []
@@ -215,7 +215,7 @@ def judged(records: Sequence[Record]) -> list[Record]:
 
     In the example the first attempt changes its shares after step 4, at the end of a
     round (some steps with the same shares). The second attempt restores step 5 and
-    begins with the same shares, so its field `replayed` is True.
+    begins with the changed shares, so its field `replayed` is True.
 
     >>> begin = {"event": "begin", "step": 0, "shares": [2, 2], "unknown": []}
     >>> moved = {"event": "round", "step": 4, "next": [3, 1]}
@@ -298,7 +298,7 @@ def resizes(control: Path, events: Events) -> list[dict[str, Any]]:
         changed its number of hosts earlier, too, or if the undisturbed run did not
         commit the step. `bit_exact`: whether the committed state, the restored state
         and, if its digest is known, the undisturbed run's state have equal digests, and
-        no leaf differs.
+        no restored leaf differs from the commit or between hosts.
     """
     roots = {
         event["step"]: event.get("root")

@@ -1,4 +1,4 @@
-"""`dtft drill`: compares a run with planned faults with one without them.
+"""`dtft drill`: compares a run that has planned faults to an undisturbed run.
 
 Runs both with the same experiment on local clusters, injects the faults at their steps,
 and judges the runs' files (module `compare`). An undisturbed run that is already there
@@ -128,6 +128,8 @@ def _make_control(
 ) -> None:
     """Runs the undisturbed run in the directory `control`.
 
+    `arguments` are CONFIG and overrides, for each agent.
+
     Raises:
         ValueError: the directory has files, but no drill made it.
         SystemExit: the run did not end within 600 s (`DEADLINE_S`).
@@ -163,8 +165,8 @@ def _memory_limits(options: "DrillCommand") -> dict[str, int]:
     """Maps host to its memory limit in MiB, from --host-memory.
 
     Raises:
-        ValueError: the flag cannot be parsed, this process is not root, or the program
-            `unshare` is missing.
+        ValueError: the flag cannot be parsed; or it is given, but this process is not
+            root, or the program `unshare` is missing.
     """
     found = {}
     for text in options.host_memory:
@@ -201,8 +203,8 @@ def _usable(control: Path, experiment: Experiment, *, every_loss: bool) -> bool:
 def _decisive(resolved: str) -> dict[str, Any]:
     """Returns the settings of a config that decide a run's final state.
 
-    `resolved` is the config as JSON text. All settings but four do: the sections `log`,
-    `timeouts` and `checkpoint`, and the key `cluster.hot_swap`.
+    These are all settings except the sections `log`, `timeouts` and `checkpoint`, and
+    the key `cluster.hot_swap`. `resolved` is the config as JSON text.
     """
     free = ("log", "timeouts", "checkpoint")
     found = {k: v for k, v in json.loads(resolved).items() if k not in free}
@@ -348,8 +350,8 @@ def _failures(faults: Sequence[Fault], marker: Path) -> dict[str, str]:
     """Returns the environment variables for the first fault of kind `fail`.
 
     The variables make a trainer raise an exception inside a step. A trainer that is to
-    fail only once makes the file `marker` just before. Returns {} if there is no such
-    fault.
+    fail only once makes the file `marker` just before it raises, and does not raise if
+    the file exists. Returns {} if there is no such fault.
     """
     for fault in faults:
         if fault.kind == "fail":

@@ -260,10 +260,11 @@ def judged_episode(
         or were not undone when the job ended do not matter; `not_over` lists them.
         `why`: failed checks in words.
         `expects_bits`: whether the final state must equal that of the undisturbed run
-        bit for bit. `wrong`: whether the job ended normally, but its final state (or
-        its losses), its last step or its use of the samples is not that of the
-        undisturbed run, or it trained on with another state or other shares than those
-        of the restored commit. `hung`: whether the job did not end before the deadline.
+        bit for bit. `wrong`: True in two cases. The job trained on with another state
+        or other shares than those of the restored commit. Or the job ended normally,
+        but its final state (or its losses), its last step or its use of the samples is
+        not that of the undisturbed run. `hung`: whether the job did not end before the
+        deadline.
     """
     expects_bits = not (record["resized"] or record["shares"])
     curve = record.get("loss_curve", {"within_tolerance": False})
@@ -340,11 +341,10 @@ def sums(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Counts the episodes, their results and their recoveries.
 
     Returns:
-        Numbers of episodes: `episodes`: all. `passed`: all checks hold. `hangs`: did
-        not end before the deadline. `wrong`: ended normally, but with another state,
-        last step or use of the samples than the undisturbed run.
-        `bit_identical_expected`: the final state must equal the undisturbed run's bit
-        for bit. `bit_identical`: this holds, too.
+        Numbers of episodes. `episodes`: all episodes. `passed`, `hangs`, `wrong`:
+        episodes whose field `passed`, `hung` or `wrong` is True (`judged_episode`).
+        `bit_identical_expected`: episodes whose final state must equal that of the
+        undisturbed run bit for bit. `bit_identical`: those of them in which it does.
 
         Over all episodes: `recoveries`: the number of recoveries. `steps_lost`: the sum
         of the steps that they lost. `rungs`: maps each rung (how far a recovery had to

@@ -4,8 +4,7 @@ A formation is one assignment of hosts to the job's slots. Which slots keep copi
 which slices is decided once for the lifetime of the arenas (the shared memory with the
 copies), and does not change when the host of a slot is replaced. The spare that
 replaces a host is therefore chosen by its failure domain: the copies of each slice
-must stay in separate domains. If no spare allows this, a warning is made
-(`shortfall`).
+must stay in separate domains. If no spare allows this, `shortfall` returns a warning.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

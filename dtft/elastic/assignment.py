@@ -2,12 +2,12 @@
 
 A formation is one assignment of hosts to the job's slots, with one trainer per slot.
 `fill_slots` assigns hosts to slots; `seat` does so when the number of slots may change.
-`next_epoch` numbers the formations. An incarnation names an agent process and one of
-its registrations (see `process_of`). A replica group is the smallest set of hosts that
-together hold whole copies of the model: one copy, or as many copies as one host holds.
-`choose_slots` chooses the number of slots of a formation, `size_for` computes the
-number of slots for a requested number of replicas, and `resized` computes the state's
-layout for another number of replicas.
+`next_epoch` gives a formation its number, (generation, attempt). An incarnation names
+an agent process and one of its registrations (see `process_of`). A replica group is the
+smallest set of hosts that together hold whole copies of the model: one copy, or as many
+copies as one host holds. `choose_slots` chooses the number of slots of a formation,
+`size_for` computes the number of slots for a requested number of replicas, and
+`resized` computes the state's layout for another number of replicas.
 """
 
 import dataclasses
@@ -461,8 +461,8 @@ def _with_rows(leaf: Leaf, before: int, replicas: int) -> Leaf:
     The shape changes only for a leaf with one entry for each replica along its first
     dim: this dim is divided by the replica axis and has the size `before`, the present
     number of replicas. A job with such a leaf cannot be resized, because a new replica
-    would have no entry. The caller detects the changed shape and raises an error that
-    names the leaf (`new_specs`).
+    would have no entry. `size_for` therefore calls `new_specs`, which raises an error
+    that names a leaf of changed shape.
     """
     rows = leaf.spec[:1] == ((REPLICA_AXIS,),) and leaf.shape[:1] == (before,)
     return dataclasses.replace(

@@ -103,9 +103,11 @@ def limit_of(
 ) -> tuple[float, str]:
     """Returns the limit of a phase in seconds, and which field of `timeouts` sets it.
 
-    If `timeouts.step` is None, the limit of the phase "step" is `MEDIANS` (20) times
-    the median of `step_s`, at least `SHORTEST_LIMIT_S` (10 s). With fewer than
-    `KNOWN_STEPS` (3) measured steps it is `timeouts.start` (180 s by default).
+    The phases "start" and "compile" have the limit `timeouts.start`. Each other phase
+    has a field of its own. If `timeouts.step` is None, the limit of the phase "step" is
+    20 times the median of `step_s` (`MEDIANS`), at least 10 s (`SHORTEST_LIMIT_S`).
+    With fewer than 3 measured steps (`KNOWN_STEPS`) it is `timeouts.start` (180 s by
+    default).
 
     Args:
         phase: the trainer's phase; "" has no limit.
@@ -415,8 +417,8 @@ def verdict(
       until the limit is exceeded by more than 3 s, because the report of a silent host
       may only be late.
     * Otherwise the result is the hosts that are behind (`culprit`) and whose trainers
-      exceed their own limits; None without such hosts. Other trainers may exceed a
-      limit first while they wait for a host that compiles or reads data.
+      exceed their own limits. It is None without such hosts: a trainer that waits for
+      a host that compiles or reads data may exceed its limit before that host does.
 
     Args:
         heard: host to the arrival time and the content of its newest report.
@@ -463,7 +465,8 @@ def _is_silent(heard: tuple[float, JobProgress] | None, now: float) -> bool:
 
     The limit is `FRESH_S`. `heard` has the arrival time and the content of the last
     report; None if there was none. `now` is the current time on the same clock, in
-    seconds. A host whose trainer has ended well need not report, and so is not silent.
+    seconds. A host whose last report has no phase is not silent: its trainer has not
+    begun or has ended well, so the host need not report.
     """
     return heard is None or (bool(heard[1].phase) and now - heard[0] > FRESH_S)
 

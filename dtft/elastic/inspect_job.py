@@ -258,7 +258,10 @@ class Observer:
         )
 
     def _verified(self, record: HostRecord, verify: Verification) -> dict[str, Any]:
-        """Makes a host read all its copies; returns the fields of the host's reply.
+        """Makes a host read all its copies; returns its reply, a dict.
+
+        The reply has the host's slot and layout, the digests of its copies, and which
+        copies are corrupt; a `HostState` is made from it.
 
         Raises:
             TimeoutError: the host sent no progress for 30 s (`SILENCE_S`), or took

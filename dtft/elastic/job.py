@@ -121,5 +121,8 @@ class AgentConfig:
 
     @property
     def memory_directory(self) -> Path:
-        """Directory of this host's copies (arenas), progress board and socket."""
+        """Directory of this host's copies (arenas), progress board and socket.
+
+        Trainers, or the user's processes, connect to the agent through the socket.
+        """
         return self.arena_directory / f"dtft-{self.job}-{self.host}"

@@ -286,8 +286,8 @@ class FollowerLinks:
             on_dead: called with the record of a host whose link ended and whose port
                 now refuses connections.
             on_moved: called with the number of the term and the record of another
-                leader that a connected host reports; this host may be cut off from the
-                store.
+                leader, which a connected host names. If this host is cut off from the
+                store, it learns of the other leader only in this way.
         """
         self._network, self._loop, self._lease_s = network, loop, lease_s
         self._on_connected, self._on_report = on_connected, on_report
@@ -398,9 +398,9 @@ class FollowerLinks:
         """Tries to find out whether a host's agent has ended.
 
         Connects to the agent's port, at most `tries` times, with pauses of 0.02 s
-        (`PROOF_PAUSE_S`). A refused connection shows that the agent has ended, which is
-        then reported to the leader. Stops without a report once the host has connected
-        again.
+        (`PROOF_PAUSE_S`). A refused connection shows that the agent has ended; then
+        calls `on_dead` of the constructor. Stops without this call once the host has
+        connected again.
         """
         if record.host in self._links or not tries:
             return

@@ -279,7 +279,12 @@ class LocalCluster:
         return read_events(self.options.run_directory)[self.first_event :]
 
     def progress(self) -> StopProgress:
-        """Reads the job's progress from its event log, progress boards and storage."""
+        """Returns the newest finished, committed and stored steps, and what is missing.
+
+        Hosts for slots can be missing, or an answer of the store. Reads the event log,
+        the hosts' progress boards and the storage directory; calls neither leader nor
+        store.
+        """
         events = self.events()
         last = {event["event"]: n for n, event in enumerate(events)}
         formed = [event for event in events if event["event"] == "assignment"]
@@ -412,8 +417,8 @@ class StopAsked:
     def times(self) -> int:
         """Number of stop requests.
 
-        Signals in quick succession count as one. A SIGHUP counts only if it is the
-        first signal.
+        A signal less than 0.3 s after the signal before it does not count (see
+        `presses`). A SIGHUP counts only if it is the first signal.
         """
         return presses(tuple(self._signals))
 

@@ -69,7 +69,7 @@ class Network(Protocol):
         """Connects to an agent and receives its messages until the connection ends.
 
         Args:
-            address: "host:port" of the agent's transport.
+            address: "host:port" at which the agent listens.
             hello: first message, which identifies this agent.
             opened: called with a finished future of the channel. If there is no
                 connection, the future has an exception, such as ConnectionRefusedError
@@ -89,7 +89,7 @@ class Network(Protocol):
 
 
 class TcpChannel:
-    """A `ControlChannel` on an authenticated channel of the transport."""
+    """A `ControlChannel` on a TCP connection whose ends know the job's secret."""
 
     def __init__(self, channel: Channel) -> None:
         """Wraps a channel, which `close` closes."""

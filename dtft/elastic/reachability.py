@@ -171,16 +171,15 @@ class Reachability:
     ) -> set[Pair]:
         """Updates the known pairs from a round's reports; returns the new pairs.
 
-        A pair is confirmed if both hosts report each other, or if one reports the other
-        and so do at least two hosts and most that tried the other (`believed`). Adds
-        confirmed pairs, but only while a network cut is suspected. Removes a known pair
-        if one of its hosts has not answered, or if one of its hosts tried the other and
-        the pair is not confirmed.
+        The reports confirm the pairs that `believed` returns: one host alone, whose
+        report may be wrong, confirms no pair. Adds confirmed pairs, but only while a
+        network cut is suspected. Removes a known pair if one of its hosts has not
+        answered, or if one of its hosts tried the other and the pair is not confirmed.
 
         Args:
             tried: for each host that has answered, the peers that it had to try.
             missed: host to the peers that it did not reach.
-            now: current time in seconds.
+            now: current time in seconds; the pause until the next try begins then.
         """
         found = believed(tried, missed)
         left = {it for it in self.apart if it in found or not _tried(it, tried)}

@@ -105,8 +105,8 @@ class Admission:
     def objection(self, message: Mapping[str, Any]) -> str | None:
         """Returns why a process may not attach, as text for people; None if it may.
 
-        The settings of the job's first process are written to the store. Later
-        processes must have the same settings.
+        If the job has no settings yet, those of this process are written to the store
+        and become the job's. Otherwise the process must have the job's settings.
 
         Args:
             message: the process's request to attach. "terms": a dict of its settings,
@@ -245,14 +245,14 @@ def _fill_with_spares(seating: Seating) -> Filled:
 def _bytes_by_slot(
     prefetched: Mapping[int, int], num_slots: int, group_slots: int
 ) -> dict[int, int]:
-    """Maps each slot to the prefetched bytes that a host in this slot could use.
+    """Maps each slot to the number of prefetched bytes that a host in it could use.
 
     Slots at the same position in their replica groups have the same slices, so bytes
     that were prefetched for one of these slots count for all of them. Slots without
     prefetched bytes are left out.
 
     Args:
-        prefetched: slot to the bytes that were prefetched for it.
+        prefetched: slot to the number of bytes that were prefetched for it.
         num_slots: number of slots of the job.
         group_slots: number of slots of a replica group.
 

@@ -52,9 +52,9 @@ def presses(signals: Sequence[tuple[float, int]]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class StopProgress:
-    """A job's progress, as the process that launched its local cluster reads it.
+    """How far a job is and what it lacks, as the process that runs its cluster sees it.
 
-    The progress is read without a call to the store or the leader.
+    This process reads it on its own machine, without a call to the store or the leader.
     """
 
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -83,11 +83,11 @@ class StopProgress:
 def waits_for(progress: StopProgress) -> str:
     """Describes what the job waits for before it can stop.
 
-    The first of these that applies is described: the store, if it has not recorded the
-    request to stop; an export in progress; a host for an empty slot; the forming of the
-    job; the begin of the last export; the start of the trainers; the trainers, which
-    must reach a step boundary. For the trainers the text has the last finished step of
-    each host.
+    The first of these that applies is described: the store, if it does not answer or
+    has not recorded the request to stop; an export in progress; a host for an empty
+    slot; the forming of the job; the beginning of the last export; the start of the
+    trainers; the trainers, which must reach a step boundary. For the trainers the text
+    has the last finished step of each host.
 
     The last export is awaited once the newest step that any trainer has dispatched is
     finished on a host and committed. In the first example step 12 is finished but not

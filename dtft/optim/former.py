@@ -42,9 +42,10 @@ def unguarded(
 
 
 def as_transform(phases: Phases) -> optax.GradientTransformation:
-    """Makes an optax transform that runs both phases: moments first, then the update.
+    """Makes an optax transform from the pure functions of an optimizer (`Phases`).
 
-    The update is not multiplied by a learning rate.
+    The transform adds the gradient to the moments, then computes the update from the
+    moments. The update is not multiplied by a learning rate.
     """
 
     def update(

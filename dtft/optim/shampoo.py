@@ -92,9 +92,9 @@ def scale_by_shampoo(
             multiple of `statistics_every`.
         statistics_every: Steps from one measurement of the statistics to the next. With
             a period of k, `exchange` sends 1/k of the bytes per step.
-        exchange: Maps the tree of one replica's increments to the statistics (G G^T and
-            G^T G, symmetric, [blocks, n, n], at least float32) to the mean over all
-            replicas; None for one replica.
+        exchange: Function that averages over replicas: gets a tree of one replica's
+            G G^T and G^T G (symmetric, [blocks, n, n], at least float32), and returns
+            the tree of their means over all replicas. None for one replica.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`. Under `optax.inject_hyperparams`
@@ -192,8 +192,9 @@ def shampoo(
         precondition_frequency: Steps from one computation of the roots to the next; a
             multiple of `statistics_every`.
         statistics_every: Steps from one measurement of the statistics to the next.
-        exchange: Maps the tree of one replica's increments to the statistics to the
-            mean over all replicas; None for one replica.
+        exchange: Function that averages over replicas: gets a tree of one replica's
+            G G^T and G^T G, and returns the tree of their means over all replicas. None
+            for one replica.
 
     Returns:
         An `optax.GradientTransformationExtraArgs`.

@@ -38,9 +38,9 @@ memory."""
 class Gathering:
     """Inserts gathers of parameters, over the axis `fsdp`, into a traced loss.
 
-    If the loss is rematerialized by the method `policy`, the backward pass gathers the
-    parameters again. So gathered parameters are not kept in memory from the forward
-    pass to the backward pass.
+    If `jax.checkpoint` rematerializes the loss with the method `policy` as its policy,
+    the backward pass gathers the parameters again. So gathered parameters are not kept
+    in memory from the forward pass to the backward pass.
     """
 
     mesh: Mesh

@@ -193,8 +193,8 @@ def _refuse_rows(of_part: Any, of_batch: Callable[[], Any]) -> None:
             only if an array of a part has dims.
 
     Raises:
-        ValueError: an array of the batch has another shape than that of a part; the
-            message names its path.
+        ValueError: an auxiliary array has another shape for the whole batch than for a
+            part; the message names its path.
     """
     found = to_paths(of_part)
     if not any(leaf.shape for leaf in found.values()):

@@ -424,9 +424,9 @@ def _state_sharding(abstract: State, mesh: Mesh, layers: str) -> State:
 
     Stacked layers are divided over `stage` in dim 0, and over `fsdp` in one of the dims
     from dim 3 on. Other arrays are divided over `stage` and `fsdp` together, in one
-    dim. The dim is the largest one whose size is divisible; without such a dim the
-    array is not divided further. `layers` is the name of the layers in the state's
-    paths.
+    dim. This one dim is the largest whose size is a multiple of the number of parts.
+    Without such a dim, stacked layers are divided over `stage` only, and other arrays
+    stay whole. `layers` is the name of the layers in the state's paths.
     """
     fsdp, stages = mesh.shape["fsdp"], mesh.shape[STAGE_AXIS]
 

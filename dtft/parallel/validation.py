@@ -196,7 +196,7 @@ def check_stages(experiment: Experiment, mesh: MeshConfig) -> None:
 
     Args:
         experiment: the experiment to run.
-        mesh: the experiment's mesh without the size -1.
+        mesh: the experiment's mesh, with a number in place of the size -1.
 
     Raises:
         ValueError: the experiment cannot run; the message has the allowed values.
@@ -246,7 +246,7 @@ def _check_min_replicas(experiment: Experiment, mesh: MeshConfig, hosts: int) ->
 
     Args:
         experiment: the experiment, whose `cluster.min_replicas` is above 0.
-        mesh: the experiment's mesh without the size -1.
+        mesh: the experiment's mesh, with a number in place of the size -1.
         hosts: number of hosts of `mesh`.
 
     Raises:

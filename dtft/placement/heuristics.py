@@ -237,8 +237,8 @@ def _back(
 
     Args:
         used: the number of nodes of each kind that have a stretch.
-        last: maps the numbers of used nodes, such as `used`, to the kind of the node
-            that has the last of their stretches.
+        last: maps a tuple like `used` to the kind of the node that has the last of
+            these nodes' stretches.
         kinds: the nodes of each kind.
     """
     while any(used):
@@ -296,7 +296,7 @@ class Climb:
         self.problem = problem
 
     def best_from(self, starts: Sequence[Sequence[int]]) -> list[int]:
-        """Searches for the placement with the lowest value of `step`.
+        """Searches for the placement with the lowest value of the function `step`.
 
         From each start in turn, single groups of tasks are moved until no move lowers
         the value. (The tasks of a group must share a node.) Then pairs of groups are
@@ -376,8 +376,9 @@ def _neighbours(
 ) -> list[tuple[int, int]]:
     """Returns pairs of groups that share a value, as producer and reader or as readers.
 
-    `groups` has the tasks of each group; a pair has two indices into `groups`. Values
-    whose producer and readers are more than 6 tasks (`_MOST_ENDS`) are skipped.
+    `groups` has the tasks of each group; a pair has two indices into `groups`. A value
+    is skipped if its producer and its readers together are more than 6 tasks
+    (`_MOST_ENDS`).
     """
     of = {task: number for number, group in enumerate(groups) for task in group}
     found: dict[tuple[int, int], None] = {}

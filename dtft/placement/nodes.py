@@ -110,7 +110,8 @@ class Nodes:
 class _Routes:
     """Tables of link speeds and ports of all pairs of nodes.
 
-    The entries of inner links must be set first: those of outer links overwrite them.
+    A fabric has levels of links. The entries of an inner level must be set first,
+    because those of the outer levels overwrite some of them.
     """
 
     def __init__(self, num: int) -> None:

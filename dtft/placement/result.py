@@ -387,7 +387,7 @@ def sections(placement: Placement) -> tuple[Section, ...]:
 
 
 def summary(placement: Placement) -> Section:
-    """Makes the table of the seconds of a step, the lower bound, and the gap."""
+    """Makes the table of a step's seconds, their lower bound, and the relative gap."""
     rows = [
         ("step", seconds(placement.step_s)),
         ("one microbatch", seconds(placement.makespan_s)),

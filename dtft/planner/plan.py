@@ -37,7 +37,10 @@ class Knobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective of a step: its kind, mesh axes, bytes, and operator or array."""
+    """A collective of a step: its kind, mesh axes, bytes, and where it comes from.
+
+    It comes from an operator, or from an array such as a parameter.
+    """
 
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute"]
     axes: tuple[str, ...]
@@ -258,7 +261,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether `memory_bytes` is at most `capacity_bytes`."""
+        """Whether `memory_bytes` is at most a device's memory, `capacity_bytes`."""
         return self.memory_bytes <= self.capacity_bytes
 
     def to_json(self) -> str:

@@ -133,8 +133,9 @@ def _batch_dims(graph: Graph, operator: Operator) -> tuple[int, ...]:
 def sources(graph: Graph) -> dict[int, int]:
     """Finds the values that are an argument, or a converted or sliced argument.
 
-    Transposed and otherwise relabelled arguments, and values inside of loops, are
-    included.
+    Conversions are casts, transposes and other operators of kind `layout`. Slices and
+    carried values inside of a loop are followed back to the argument that the loop
+    slices or starts from.
 
     Returns:
         Map from the number of a value to the number of the argument's value.
@@ -346,9 +347,9 @@ class Workload:
     def read_order(self) -> tuple[ReadPoint, ...]:
         """How early in the forward pass parameters are first read: points (t, c).
 
-        The first share t of the forward pass reads the share c of the bytes of all
-        parameters (`ir.read_order`). Only parameters that have a gradient count. If no
-        gradient is found, all parameters count.
+        After the share t of the forward pass, the share c of the bytes of all
+        parameters has been read (`ir.read_order`). Only parameters that have a gradient
+        count. If no gradient is found, all parameters count.
         """
         trained = set(gradients(self).values())
         inputs = {path: self.graph.inputs[path] for path in self.paths("parameter")}

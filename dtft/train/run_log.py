@@ -265,8 +265,9 @@ def banner(
 ) -> list[str]:
     """Returns the lines printed before the first step.
 
-    The lines have versions, devices, mesh, plan, sizes, run directory and resume
-    command. `start` is the step that the run continues from; 0 for a new run.
+    The lines have versions, devices, mesh, batch size, plan, number of parameters,
+    bytes of state, run directory and resume command. `start` is the step that the run
+    continues from; 0 for a new run.
     """
     mesh = train_step.mesh
     sizes = " x ".join(f"{name}={size}" for name, size in mesh.shape.items())

@@ -646,7 +646,7 @@ class TrainingThread(threading.Thread):
     ) -> None:
         """Stores the arguments; `start` starts the thread.
 
-        The thread runs `train`, and then notifies `condition`.
+        The thread runs `train`, and then wakes the threads that wait for `condition`.
         """
         super().__init__(name="training", daemon=True)
         self.has_ended = False
@@ -755,7 +755,8 @@ class TrainerProcess:
         Other messages have keys of other processes, formations to compile steps for, or
         news for the checkpoint manager. The order `leave` also discards queued orders,
         interrupts training, ends this process's collectives, and stops compiling ahead.
-        Called on the receiving thread, which holds the dialogue's `condition`.
+        Called on the receiving thread, which holds the lock of the messages with the
+        agent (`condition`).
         """
         op = message["op"]
         if op == "leave":

@@ -58,7 +58,7 @@ class SaveArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreArgs:
-    """The leaves to restore: the shape, dtype and sharding of each leaf path."""
+    """The leaves to restore, by path, with the shape, dtype and sharding of each."""
 
     abstract: Mapping[str, jax.ShapeDtypeStruct]
     """Maps leaf path to shape, dtype and sharding."""
@@ -146,11 +146,10 @@ class AgentCheckpointManager:
     # ---------------------------------------------------- messages of the agent
 
     def take(self, message: dict[str, Any]) -> None:
-        """Handles one message of the agent.
+        """Stores what one message of the agent says, for use by the other methods.
 
         `message["op"]` names the kind of message; a message of an unknown kind is
-        ignored. The caller must hold the lock that guards the dialogue (its
-        `condition`).
+        ignored. The caller must hold the lock `Dialogue.condition`.
         """
         op = message["op"]
         if op == "restore":
@@ -459,11 +458,10 @@ class AttachedMemory(AgentCheckpointManager):
             raise
 
     def _take_part(self) -> None:
-        """Waits until all processes have attached, and reports that this one runs.
+        """Waits until all processes have attached; tells the agent that this one runs.
 
         The agent's message that all have attached names the step that can be restored.
-        Until the first save, this step counts as the step saved last. The report goes
-        to the agent.
+        Until the first save, this step counts as the step saved last.
 
         Raises:
             TimeoutError: some processes did not attach in time.
@@ -486,11 +484,10 @@ class AttachedMemory(AgentCheckpointManager):
         )
 
     def take(self, message: dict[str, Any]) -> None:
-        """Handles one message of the agent.
+        """Stores what one message of the agent says, for use by the other methods.
 
         `message["op"]` names the kind of message; a message of an unknown kind is
-        ignored. The caller must hold the lock that guards the dialogue (its
-        `condition`).
+        ignored. The caller must hold the lock `Dialogue.condition`.
         """
         op = message["op"]
         if op == "formed":
@@ -726,8 +723,8 @@ class AttachedMemory(AgentCheckpointManager):
         """Closes the link to the agent, and unmaps the memory that is shared with it.
 
         `leave` first tells the agent that the process leaves. Without that message, the
-        agent reports that the process has gone, if the process already had its slot.
-        The job's other processes then do not wait for it.
+        agent tells the leader that the process has gone, if the process already had its
+        slot. The job's other processes then do not wait for it.
         """
         self._attached.link.close()
         self._dialogue.close()

@@ -1,10 +1,11 @@
 """The link between a trainer and the agent of its host: discovery and messages.
 
 A process that the user started calls `attach`, which finds an agent and asks it to
-accept the process. A trainer that an agent started asks that agent with `hello`. Before
-any message, the agent and `attach` check that the process at the other end belongs to
-the same user or to root. A message is one msgpack map after a 4-byte length; the bytes
-of the state are in memory that both share (the arena) and are never sent over the link.
+accept the process. A trainer that an agent started calls `hello`, which asks that
+agent to accept it. Before any message, the agent and `attach` check that the process at
+the other end belongs to the same user or to root. A message is one msgpack map after a
+4-byte length; the bytes of the state are in memory that both share (the arena) and are
+never sent over the link.
 `Dialogue` is the trainer's side: every wait has a limit, and ends at once when the
 agent has ended.
 """
@@ -174,8 +175,8 @@ def serve_links(
     """Accepts connections on a background thread until the listener is shut down.
 
     The caller ends the thread with `listener.shutdown`; `listener.close` alone does not
-    wake it. After another error, such as too many open files, the thread pauses
-    (0.5 s, `ACCEPT_AGAIN_S`) and goes on.
+    wake it. If a connection cannot be accepted, such as with too many open files, the
+    thread pauses (0.5 s, `ACCEPT_AGAIN_S`) and goes on.
 
     Args:
         listener: the listening socket, from `listen_for_links`.

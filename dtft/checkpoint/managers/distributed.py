@@ -338,7 +338,8 @@ def wanted_structs(
     Raises:
         ValueError: a leaf was saved divided over processes, but has no sharding to be
             read onto. Its target is a numpy array or a number, or neither the target
-            nor `RestoreTarget.fallback` has a sharding.
+            nor `RestoreTarget.fallback` has a sharding. (Not raised if the target is an
+            uncommitted jax.Array: its leaf is read whole.)
     """
     structs: dict[str, Any] = {}
     for name, item in wanted.items():
@@ -358,15 +359,18 @@ def wanted_structs(
 def _wanted_sharding(leaf: LeafRecord, target: Any, fallback: Any, saved: Leaf) -> Any:
     """Returns the sharding onto which a leaf is read; None for a whole numpy array.
 
+    If the target is an uncommitted jax.Array, the leaf is read whole.
+
     Args:
-        leaf: the leaf's kind, shape and dtype when it was saved.
+        leaf: the leaf's kind (jax array, PRNG key, numpy array, number), shape and
+            dtype when it was saved.
         target: the user's leaf; None restores the kind that was saved.
         fallback: the sharding if the target has none, or None.
         saved: the leaf with its saved partition spec.
 
     Raises:
-        ValueError: the leaf was saved divided over processes, but has no sharding to
-            be read onto.
+        ValueError: the leaf was saved divided over processes, but is restored as a
+            numpy array or a number, or `target` and `fallback` give no sharding.
     """
     on_devices = kind_wanted(target, leaf) in ("array", "key")
     if on_devices and is_free_target(target):
@@ -638,6 +642,7 @@ class JobSteps:
     def item_metadata(self, step: int) -> Any:
         """Returns a `jax.ShapeDtypeStruct` for every leaf, with its saved sharding.
 
+        The structs are in the saved tree; for named items, in a Composite of trees.
         The sharding is None if none was saved, or if this run lacks devices of its
         mesh. For a step that stock Orbax wrote, the result is Orbax's item metadata.
         """

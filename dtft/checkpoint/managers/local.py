@@ -273,8 +273,9 @@ class Storing:
     def _done(self, error: str | None) -> None:
         """Records the result of the current write and begins the next write.
 
-        After a failure, older steps that wait for storage are dropped, and the next
-        save copies every leaf because the memory may be corrupt.
+        After a failure, older steps that wait for storage are dropped. The next save
+        then copies unchanged leaves, too, because the failed step may be corrupt in
+        memory.
 
         Args:
             error: the reason of the failure; None if the step is in storage.
@@ -521,8 +522,9 @@ class Reader:
         return restore_result(record, values, items, wanted, [None] * len(values))
 
     def item_metadata(self, step: int) -> Any:
-        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees.
+        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved tree.
 
+        For a save of named items, returns a Composite of such trees.
         Only leaves of steps in memory have shardings. For a step that stock Orbax
         wrote, the result is Orbax's item metadata.
         """
@@ -646,8 +648,9 @@ class LocalSteps:
             return self._reader.restore(step, args)
 
     def item_metadata(self, step: int) -> Any:
-        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved tree or trees.
+        """Returns a `jax.ShapeDtypeStruct` for every leaf, in the saved tree.
 
+        For a save of named items, returns a Composite of such trees.
         Only leaves of steps in memory have shardings. For a step that stock Orbax
         wrote, the result is Orbax's item metadata.
         """

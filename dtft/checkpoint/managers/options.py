@@ -233,11 +233,11 @@ def superfluous(
     stored: Collection[int],
     scores: Mapping[int, float | None],
 ) -> tuple[int, ...]:
-    """Returns the stored steps to delete, ascending: all but `options.max_to_keep`.
+    """Returns the stored steps to delete, ascending.
 
-    With `best_fn` the steps of the highest scores are kept, otherwise the newest. The
-    newest step is never deleted, because training resumes from it. If `max_to_keep` is
-    None, no step is deleted.
+    Keeps the `options.max_to_keep` newest steps, or with `best_fn` as many steps of the
+    highest scores. The newest step is always kept, in addition if its score is too low,
+    because training resumes from it. If `max_to_keep` is None, no step is deleted.
 
     In the second example, step 1 has the highest score (the negated loss) and step 3 is
     the newest, so only step 2 is deleted.

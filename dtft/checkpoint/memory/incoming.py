@@ -47,9 +47,10 @@ class Receiving:
         self._expected = b"".join(digests)
 
     def keep(self, copy: Copy) -> None:
-        """Shares an older copy's buffer for each chunk with the same digest in both.
+        """Shares an older copy's buffers for the chunks that did not change since.
 
-        These chunks count as received, so the peer does not send them.
+        A chunk did not change if its digest in `copy` equals that in the push. Such
+        chunks count as received, so the peer does not send them.
         """
         same = self.pool.unchanged(copy, self.digests)
         self.buffers[same], self.states[same] = copy.buffers[same], _HERE
@@ -90,8 +91,9 @@ class Receiving:
     def claim(self, numbers: Sequence[int]) -> list[memoryview] | None:
         """Claims the chunks with these numbers for one connection to write.
 
-        Chunks are numbered through the slices of the push. Once the caller has written
-        the chunks whole, it calls `arrived` with the same numbers, otherwise `failed`.
+        The chunks of all slices of the push are numbered consecutively. Once the caller
+        has written the chunks whole, it calls `arrived` with the same numbers,
+        otherwise `failed`.
 
         Returns:
             The memory of each chunk. None if the push was given up, or if another
@@ -256,9 +258,9 @@ class Hosting:
     def end(self, step: int, source: int, found: Receiving) -> None:
         """Removes one connection, admitted by `begin`, from the push `found`.
 
-        `step` and `source` are the step and the sending slot of the push. After
-        the last connection of an incomplete push, only the verified chunks stay, for
-        the next connection. A push that was given up keeps no chunk.
+        `step` and `source` are the step and the sending slot of the push. If the last
+        connection is removed before the push is complete, only the verified chunks
+        stay, for the next connection. A push that was given up keeps no chunk.
         """
         found.users -= 1
         if found.users:

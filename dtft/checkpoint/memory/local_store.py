@@ -269,7 +269,7 @@ class Versions:
 
         The previous step is the one written before. A leaf that had changed in the
         previous step is copied to `buffers` and digested. Any other leaf is first
-        compared with its saved digests or bytes, and copied only if it differs. All
+        compared with its saved value, and copied only if it differs. All
         leaves are copied if the previous step is not in `memory`, or after `distrust`.
         If a leaf has the digests of the previous step, the result refers to the
         previous step's buffer of this leaf, even if the leaf was copied.

@@ -21,7 +21,11 @@ from dtft.checkpoint.state import ABSENT, Parts, Slice, chunk_digests, unpack_fl
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The memory that the agent assigns to the trainer for a step to be saved."""
+    """The memory that the agent assigns to the trainer for a step to be saved.
+
+    Every chunk of the step has a free buffer. A chunk that is the same in the step
+    `base` may share the buffer of that step instead.
+    """
 
     base: int
     """The step whose buffers the new step may share for unchanged chunks (parts of a

@@ -34,7 +34,12 @@ class HeldCopies:
     """
 
     def __init__(self, own: Owning, hosting: Hosting) -> None:
-        """Stores references to `own` and `hosting`; copies nothing."""
+        """Stores the arguments; copies nothing.
+
+        Args:
+            own: the copies of this host's own slices.
+            hosting: the copies that this host keeps for peers.
+        """
         self._own, self._hosting = own, hosting
 
     def steps(self) -> tuple[int, ...]:
@@ -138,10 +143,10 @@ class HeldCopies:
         return missing
 
     def _hosted_right(self, step: int) -> dict[tuple[str, bytes], Parts]:
-        """Verifies the copies from peers that are of slices which this host owns, too.
+        """Reads and checks copies of own slices among the copies kept for peers.
 
-        A slice can have several owners. Only copies of `step` are read, and only those
-        that this host keeps for peers.
+        A slice can have several owners, so a peer's slice can be an own slice, too.
+        Only copies of `step` are read.
 
         Returns:
             Maps (slice key, digests) to the memory of each slice that matches its
@@ -182,8 +187,8 @@ class ReplicaStore:
             placement: which slots' slices are copied to the hosts of which other slots.
             path: the file of the arena.
             chunk_bytes: size of a chunk in bytes; every chunk has its own digest.
-            reserved: an arena that is used instead if it is large enough, and otherwise
-                removed.
+            reserved: an arena of this process that is used, if it is large enough, in
+                place of a new one, and is otherwise removed.
 
         Raises:
             OSError: too little memory; the message has the bytes needed and available.
@@ -376,8 +381,8 @@ class ReplicaStore:
             items: the JSON values saved beside the arrays of the step.
 
         Returns:
-            Whether this call made the copy. True at most once for a push, and never
-            for a push that was dropped.
+            Whether this call made the copy. False if a chunk is missing, if the push
+            was given up, or if an earlier call made the copy.
         """
         with self._lock:
             return self._hosting.conclude(step, source, receiving, items)
@@ -385,8 +390,8 @@ class ReplicaStore:
     def end_receive(self, step: int, source: int, receiving: Receiving) -> None:
         """Removes one connection, admitted by `begin_receive`, from a push.
 
-        After the last connection of an incomplete push, only the verified chunks stay,
-        for the next connection. A push that was given up keeps no chunk.
+        If the last connection is removed before the push is complete, only the verified
+        chunks stay, for the next connection. A push that was given up keeps no chunk.
 
         Args:
             step: the step of the push.

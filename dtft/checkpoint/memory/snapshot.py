@@ -376,7 +376,8 @@ class SnapshotPlan:
     def recalled(self, step: int, digests: Sequence[bytes]) -> Snapshot:
         """Makes the `Snapshot` of a restored step from the digests of its slices.
 
-        Every chunk counts as changed, so the next snapshot copies all chunks.
+        `digests` has for each slice 16 bytes per chunk. Every chunk counts as changed,
+        so the next snapshot copies all chunks.
         """
         kept = np.zeros(self.chunks.num_chunks, bool)
         return Snapshot(step=step, digests=tuple(digests), kept=kept)
@@ -430,7 +431,7 @@ def _bounds(
 
 
 def _fetched(shards: Iterable[_Shard]) -> Iterator[_Shard]:
-    """Yields the shards in order, with copies from accelerators started in advance.
+    """Yields the shards in order; starts copies from accelerators in advance.
 
     Before a shard is yielded, copies of later shards to the host are started, so many
     small arrays are not copied one by one. At most about 64 MiB (`_AHEAD_BYTES`) are

@@ -219,7 +219,7 @@ class CopyVerifier:
         return [(step, key) for step in sorted(set(steps))]
 
     def _kept(self, source: int | None, pool: ChunkPool, number: int) -> Kept:
-        """Finds the buffers in which the copies of all steps have one chunk.
+        """Finds the buffers that hold one chunk in the copies of all steps.
 
         Args:
             source: the slot that sent the copies; None for this host's own slices.

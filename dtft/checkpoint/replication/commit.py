@@ -306,8 +306,8 @@ class StepTracker:
 
         True if three conditions hold. Every slot has reported its own slices
         (`staged`). Every slot to which slices are pushed (sent) has reported a verified
-        and equal copy (`held`). Enough owners of each slice, the slots with the slice
-        on their devices, have copied it to host memory.
+        and equal copy (`held`). Each slice was copied to host memory by enough of its
+        owners (the slots with the slice on their devices).
         """
         everyone = len(self._staged) == self.layout.mesh.num_slots
         # Evaluated at every report: the check whose cost grows with hosts is last. If
@@ -319,9 +319,9 @@ class StepTracker:
         """Returns the keys of slices that too few owners have copied to host memory.
 
         The owners of a slice are the slots that have it on their devices. The placement
-        requires `effective_copies` copies of the slice, of which each slot that the
-        slice is pushed to keeps one. Owners must keep the others. If there are fewer
-        owners than that, all owners must copy the slice.
+        requires `effective_copies` copies of the slice. Each slot that the slice is
+        pushed to keeps one copy, and owners must make the remaining copies, one each.
+        If more copies remain than there are owners, all owners must copy the slice.
         """
         owners, wanted = self.layout.owners, self.placement.effective_copies
         return [

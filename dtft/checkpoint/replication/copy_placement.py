@@ -284,7 +284,7 @@ class _Chooser:
 
         `owners` are the slots with the slice on their devices, `source` among them.
         Owners and returned slots together are in at least as many failure domains as
-        wanted. The result is () if the owners alone are.
+        wanted. The result is () if the owners alone are in so many domains.
         """
         if (source, owners) not in self._known:
             self._known[source, owners] = _choose(
@@ -324,9 +324,9 @@ class _Neighbours:
     Slots are ordered so that neighbours are in different domains (`interleaved`). Each
     `group_size` slots in this order form a group. The slots that do not fill a group
     form a ring with the last whole group. Slots of the same group or ring are tried
-    first, then all slots; in both cases from the slot that follows. With groups, the
-    loss of several hosts is less likely to take all copies of a slice than with one
-    ring of all slots.
+    first, then all slots. Both begin with the slot after the sender, and continue from
+    the last slot to the first. With groups, the loss of several hosts is less likely to
+    take all copies of a slice than with one ring of all slots.
     """
 
     def __init__(self, domains: Sequence[str], group_size: int) -> None:
@@ -384,7 +384,7 @@ slices."""
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The requested copies and the failure domains that separate the copies."""
+    """The requested number of copies, and the failure domains that separate copies."""
 
     copies: int = 2
     """Requested number of copies of every slice."""
@@ -611,8 +611,8 @@ class Shares:
 
         Takes owners (slots with the slice on their devices) in order from position
         `begin`, cyclically. Stops when it has taken the requested number of owners and
-        they are in enough failure domains, or when it has taken all. Enough is that
-        number again, but at most the number of domains of all slots.
+        they are in as many failure domains, or when it has taken all. If all slots
+        together are in fewer domains, that many domains suffice.
         """
         chosen: list[int] = []
         domains: set[str] = set()

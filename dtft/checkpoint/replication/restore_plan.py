@@ -129,7 +129,7 @@ MAX_NAMED = 8
 class WantedCells:
     """Cells (overlaps of an old and a new slice) that restoring hosts need.
 
-    The arrays have one entry (a row here) for each pair of a target, a restoring host,
+    The arrays have one entry (a row here) for each pair of a target (a restoring host)
     and a cell that the target needs. A bundle is a group of leaves with the same old
     and the same new partition (`LeafBundle`). One cell of a bundle stands for the same
     overlap in each leaf of the bundle.
@@ -399,11 +399,11 @@ def _cells_of(bundle: LeafBundle, seat: np.ndarray) -> tuple[np.ndarray, np.ndar
 
     Args:
         bundle: the leaves; all have the same cells.
-        seat: [slots] position of each slot's host; -1 for a slot without a host.
+        seat: [slots] number of each slot's host; -1 for a slot without a host.
 
     Returns:
-        Two arrays with an entry for each pair of a host and a cell: [pairs] position of
-        the host, [pairs] position in `bundle.cells`.
+        Two arrays with an entry for each pair of a host and a cell that it needs:
+        [pairs] number of the host, [pairs] position of the cell in `bundle.cells`.
     """
     part, slot = bundle.new.owned
     part, slot = part[seat[slot] >= 0], slot[seat[slot] >= 0]

@@ -204,10 +204,11 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Experience:
-    """Measured step times: the newest windows, and the newest means of quiet steps.
+    """Measured step times of the newest windows, and mean times of quiet steps.
 
-    A window is the steps between two snapshots. Quiet steps are those at its end,
-    without replication in the background. Immutable.
+    A window is the steps between two snapshots. Its quiet steps are those at its end,
+    without replication in the background; each mean is over those of one window.
+    Immutable.
     """
 
     windows: tuple[Window, ...] = ()

@@ -95,10 +95,10 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 def _parts(
     value: Any, record: LeafRecord
 ) -> memoryview | list[tuple[tuple[slice, ...], np.ndarray]]:
-    """Returns the bytes of a leaf; of a jax array in several shards, the shards.
+    """Returns the bytes of a leaf, or the shards of a jax array that has several.
 
-    The leaf of a PRNG key is its uint32 data. Each distinct shard is listed once, as
-    (index in the global array, values of the shard).
+    A PRNG key is first replaced by its uint32 data. Each distinct shard is listed once,
+    as (index in the global array, values of the shard).
     """
     if record.kind == "key":
         value = jax.random.key_data(value)

@@ -313,7 +313,8 @@ class LeafBundle:
     def _shapes(self) -> tuple[np.ndarray, np.ndarray]:
         """Two arrays: [leaves, rank] shape of each leaf, and [rank] units per dim.
 
-        Missing trailing dims have size 1.
+        The rank is that of the leaf with most dims, at least 1. Other leaves get
+        trailing dims of size 1, and dims that `cells` lacks have 1 unit.
         """
         rank = max(1, *(len(leaf.shape) for leaf in self.leaves))
         shapes = np.ones((len(self.leaves), rank), np.int64)

@@ -412,8 +412,6 @@ def _refuse_odd_dtype(path: str, dtype: np.dtype) -> None:
 def _as_json(what: str, value: Any) -> Any:
     """Returns the value that storage would return: JSON encoded and decoded again.
 
-    None is returned as None.
-
     Raises:
         ValueError: the value cannot be encoded; the message begins with `what`.
     """

@@ -64,9 +64,9 @@ class StorageTier:
             max_to_keep: number of the newest steps that a save keeps; None keeps all.
             read_only: whether saves are refused.
             scored: whether Orbax also writes the metrics of a step.
-            background: whether a save returns before the step is complete. If the
-                background part of a save fails on one of several processes, the failed
-                process reports the error after the other processes have ended theirs.
+            background: whether a save returns before the step is complete. If one of
+                several processes then fails to complete a step, that process reports
+                the error only after the other processes have ended their saves.
 
         Raises:
             ValueError: `max_to_keep` is below 1.

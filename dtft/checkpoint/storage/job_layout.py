@@ -97,12 +97,12 @@ def record_in(layout: Layout, items: Mapping[str, Any]) -> Record | None:
     """Makes the record (description) of a saved step from its layout and its items.
 
     Args:
-        layout: a layout whose `config` is from `config_of`.
-        items: the result of `dynamic_part` at the step.
+        layout: the layout of the job that saved the step.
+        items: the step's items: the result of `dynamic_part` when it was saved.
 
     Returns:
-        The record; None if `config` is not from `config_of`, because the state is that
-        of dtft's own training loop and not a user's tree.
+        The record; None if the layout's `config` is not from `config_of`: the state is
+        then that of dtft's own training loop, and not a user's tree.
 
     Raises:
         CorruptItems: `items` do not match the digest that `dynamic_part` added.

@@ -73,7 +73,7 @@ Found = list[tuple[int, Any]]
 
 
 class _Lookup:
-    """A running lookup of a host name and port; all who need its result wait for it."""
+    """A running lookup of a host name and port, shared by threads that need it."""
 
     def __init__(self) -> None:
         self.done = threading.Event()

@@ -331,9 +331,9 @@ def _opened(
     `sizes` has the bytes of each requested slice.
 
     Returns:
-        What `_read` needs to read the slices in the peer's memory with NIXL (remote
-        memory access), as `Nixl.lend` made it there. None if the peer's memory cannot
-        be read so; the slices then come over connections.
+        The argument `offer` of `_read`, which describes the memory of the slices on the
+        peer, so that it can be read with NIXL (remote memory access). None if the peer
+        lends no memory through NIXL; its answers to requests then have the bytes.
 
     Raises:
         FetchError: the peer lacks a slice, or the sizes differ.
@@ -417,7 +417,9 @@ def _read(
     Args:
         channel: connection to the peer.
         work: the ranges to fetch.
-        offer: the offer that the peer's `Nixl.lend` yielded.
+        offer: describes the lent memory: name and metadata of the peer's NIXL agent
+            (NIXL's library object), and addresses and sizes of each slice's pieces.
+            The peer's `Nixl.lend` made it.
         flying: changed; has the range that is being read, until its bytes have arrived
             and the peer has answered.
         gained: the size of each range read is added to `gained[0]`, also if chunks of

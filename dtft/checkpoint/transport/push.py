@@ -283,8 +283,11 @@ def send_push(
         channel: connection to the peer; must not be used again after an error.
         outgoing: the push.
         connect: opens another channel to the same peer, by a deadline on the monotonic
-            clock.
+            clock; called only for large pushes.
         deadline: time limit of the whole push, on the monotonic clock.
+
+    Returns:
+        Whether the push is done, and how many bytes the peer asked for.
 
     Raises:
         WireError: the peer's answer is invalid.

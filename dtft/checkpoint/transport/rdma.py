@@ -1,9 +1,10 @@
 """Reads slices directly from a peer's memory through NIXL, over RDMA where available.
 
 NIXL is optional: without the `nixl` package all fetches use TCP. Each host's `Nixl`
-lends memory to peers and reads the memory that peers lend. The lender's offer is sent
-on the authenticated connection of `fetch`. `fetch` also checks digests and confirms
-that the lender still lends its memory.
+lends memory to peers and reads the memory that peers lend. The lender's offer (what
+peers need to read the memory, such as its addresses) is sent on the authenticated
+connection of `fetch`. `fetch` also checks digests and confirms that the lender still
+lends its memory.
 
 NIXL's calls have no time limit of their own. They run one at a time on one thread, and
 their callers wait for a limited time. A call that has not ended in this time is late.
@@ -111,7 +112,8 @@ class Nixl:
         and removes the peer from the agent when the context ends.
 
         Args:
-            offer: the offer that the peer's `lend` yielded.
+            offer: what the peer's `lend` yielded: "name" and "metadata" of the peer's
+                NIXL agent, and "addresses" of the memory.
 
         Raises:
             NixlError: NIXL rejects the offer, or takes too long. If NIXL fails to

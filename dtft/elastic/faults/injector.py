@@ -3,15 +3,15 @@
 The moment of a fault is a training step and, if the fault has a phase, an activity of
 the job such as a commit. The injector finds most moments in the hosts' progress boards
 (shared memory with the current steps of each host). Whether an export has completed
-(phase `stored`) is in the event log. The exception of a fault `fail` is found in a
-marker file or in the trainer's log.
+(phase `stored`) is in the event log. The moment of a fault `fail`, an exception that a
+trainer raises by itself, is in a marker file or in the trainer's log.
 
 Before a kill of hosts or trainers, the injector suspends (SIGSTOP) the victims. If the
-phase is replicate, commit, export or recovery, it then reads the boards again. If they
-show that the activity has ended, the victims continue, and the injector waits for the
-activity again. Stops, cuts, pauses, and full and read-only directories are undone when
-their duration is over, also while later faults are pending. The injector takes no part
-in the recovery.
+phase is replicate, commit, export or recovery, and no copies are corrupted with the
+kill, it then reads the boards again. If they show that the activity has ended, the
+victims continue, and the injector waits for the activity again. Stops, cuts, pauses,
+and full and read-only directories are undone when their duration is over, also while
+later faults are pending. The injector takes no part in the recovery.
 """
 
 import contextlib
@@ -296,7 +296,10 @@ class FaultInjector(threading.Thread):
     # ------------------------------------------------------------------ looking
 
     def _look(self) -> None:
-        """Reads the host of each slot from the event log, at most every 20 ms."""
+        """Updates the stored host of each slot from the event log's new events.
+
+        Does nothing if the event log was read less than 20 ms ago.
+        """
         if time.monotonic() < self._read_at + 0.02:
             return
         self._read_at = time.monotonic()
@@ -378,12 +381,12 @@ class FaultInjector(threading.Thread):
     def _reached(self, fault: Fault, corrupting: Sequence[Fault] = ()) -> bool:
         """Whether a fault may be carried out now: its step and its phase have come.
 
-        The phase is the job's activity during which the fault is to happen. Of the
-        phases, `recovery`, `replicate`, `commit`, `export` and `healed` are waited for
-        here. A fault of phase `recovery` waits for a recovery, and not for its step. A
-        fault `fail` has come once a trainer has raised its exception. False while the
-        job has too few slots for the slots that the faults name; a fault `scale` may
-        add slots later.
+        The phase is the job's activity during which the fault is to happen. Phases
+        `stored` and `collective` do not count here: `_try` waits for them. A fault of
+        phase `recovery` does not wait for its step, but for a recovery after an earlier
+        fault (at step 0, also after none). A fault `fail` has come once a trainer has
+        raised its exception. False while the job has too few slots for the slots that
+        the faults name; a fault `scale` may add slots later.
 
         Args:
             fault: the fault.
@@ -408,10 +411,11 @@ class FaultInjector(threading.Thread):
         return True
 
     def _is_near(self, fault: Fault) -> bool:
-        """Whether the run is at most 20 steps before the step of a fault, or after it.
+        """Whether the run is at most 20 steps before a fault's step, or after it.
 
-        These are `NEAR_STEPS`. The progress boards are then read more often. Always
-        True for a fault that waits for a recovery, because it can happen at any step.
+        The number of steps is `NEAR_STEPS`. The progress boards are then read more
+        often. Always True for a fault that waits for a recovery, because it can happen
+        at any step.
         """
         return fault.phase == "recovery" or (
             self._most("computing") >= fault.step - NEAR_STEPS
@@ -447,7 +451,8 @@ class FaultInjector(threading.Thread):
             * A victim was killed by an earlier fault and has not been started again.
             * The fault kills a spare, and there is no spare.
             * The fault hits trainers, and a victim's trainer has not started.
-            * The faults were cancelled during the wait for an export.
+            * The faults were cancelled while a fault of phase `stored` waited for an
+              export.
         """
         if fault.kind == "scale":
             self._request(fault, lambda it: scale(it, fault.replicas, REQUEST_S))
@@ -528,9 +533,10 @@ class FaultInjector(threading.Thread):
         """Resumes trainers that were suspended only to wait for the first export.
 
         A fault of phase `stored` first suspends the victims' trainers until an export
-        has completed. After a stop of an agent, or a cut, the trainers run on. Does
-        nothing for other faults: `stop-host` and `stop-trainer` suspend the trainers
-        themselves, and no other kind that can be undone hits hosts.
+        has completed. If the fault is `stop-agent` or `cut`, the trainers must run on,
+        and are resumed here. Does nothing for other faults: `stop-host` and
+        `stop-trainer` suspend the trainers themselves, and no other kind that can be
+        undone hits hosts.
         """
         if fault.phase == "stored" and fault.kind in ("stop-agent", "cut"):
             for pid in self._trainer_pids(victims):
@@ -635,10 +641,11 @@ class FaultInjector(threading.Thread):
             self._cluster.signal_host(host, signal.SIGCONT)
 
     def _expect_restarts(self, count: int) -> None:
-        """Counts hosts that are to be started later; does nothing if none ever is.
+        """Adds `count` to the number of hosts that are to be started later.
 
-        Call it before `count` hosts are lost. Otherwise the drill could end because no
-        host runs and none is to be started.
+        Does nothing if no host is started after a fault (`rejoin_s` of the constructor
+        is None). Call it before `count` hosts are lost. Otherwise the drill could end
+        because no host runs and none is to be started.
         """
         if self._rejoin_s is not None:
             with self._count_lock:
@@ -687,7 +694,7 @@ class FaultInjector(threading.Thread):
     def _request(
         self, fault: Fault, change: Callable[[Observer], dict[str, Any]], *hosts: str
     ) -> None:
-        """Records a change of the job, and starts a thread that requests it.
+        """Records a fault that changes the job; requests the change on a thread.
 
         The change is another number of replicas (`scale`), or hosts that leave
         (`drain`). Does not wait for the reply, so further faults may happen before it.

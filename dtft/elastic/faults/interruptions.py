@@ -141,7 +141,11 @@ def _send(pid: int, number: int) -> None:
 def _cut_all(
     network: HostNamespaces, hosts: Sequence[str], reach: Reach
 ) -> list[NetworkCut]:
-    """Cuts each of the hosts off; if one cut fails, undoes those made before."""
+    """Cuts each of the hosts off; returns the cuts, one for each host.
+
+    If one cut fails, undoes the cuts made before. `reach` says which packets of a host
+    are dropped (see `HostNamespaces.cut`).
+    """
     with contextlib.ExitStack() as undone:
         cuts = []
         for host in hosts:

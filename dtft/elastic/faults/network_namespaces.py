@@ -67,8 +67,8 @@ class HostNamespaces:
 
         Raises:
             NoNamespacesError: this process is not root, the command `ip` is missing or
-                fails, no networks are free, or there are no hosts or more than 100
-                (`MOST_HOSTS`).
+                fails, this machine has addresses in all networks that hosts could use,
+                or there are no hosts or more than 100 (`MOST_HOSTS`).
         """
         check_namespaces()
         remove_leftovers()

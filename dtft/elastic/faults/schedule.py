@@ -288,10 +288,11 @@ def _options(
 
     Returns:
         Maps each field of the fault that an option sets ("phase", "reach", "seconds" or
-        "always") to its value. Always has "phase", which is None if no option is one.
+        "always") to its value. Always has "phase"; None if no option is a phase.
 
     Raises:
-        ValueError: an option is unknown, not allowed, given twice or missing.
+        ValueError: an option is unknown, not allowed, given twice or missing, or the
+            number of seconds is 0.
     """
     found: dict[str, object] = {}
     for option in options:
@@ -321,9 +322,9 @@ def _options(
 def _option(rule: Rule, option: str) -> tuple[str | None, object, bool]:
     """Returns the field that an option sets, its value, and whether the kind allows it.
 
-    These are the name and the value of a field of the fault, such as "seconds" and
-    20.0. `rule` is what the kind of the fault allows. Field and value are None for an
-    unknown option.
+    The field is a field of the fault, by name: for the option "20" the result begins
+    with "seconds" and 20.0. `rule` is what the kind of the fault allows. An unknown
+    option gives (None, None, False).
     """
     if _SECONDS.fullmatch(option):
         return "seconds", float(option), rule.seconds != "no"

@@ -207,10 +207,10 @@ class Agent:
             self._loop.stop()
 
     def _watch_departure(self) -> None:
-        """Tells the leader that this host leaves the job, if it has been asked to.
+        """Tells the leader that this host leaves the job, if `depart` was called.
 
-        If this agent still runs after the time for that (config key `timeouts.drain`,
-        in seconds), ends it.
+        Ends this agent if it still runs `timeouts.drain` seconds (config) later. Called
+        at every tick.
         """
         if not self._departs:
             return
@@ -228,7 +228,7 @@ class Agent:
     def close(self) -> None:
         """Ends this host's connections, its registration and the trainers it started.
 
-        A user's process is sent the reason, and goes on.
+        A user's process is sent a message that this agent ends, and goes on.
         """
         with contextlib.ExitStack() as parts:  # closes each, even if others fail
             parts.callback(self._edges.close)
@@ -386,8 +386,8 @@ class Agent:
         """Tries to connect to a host that has a slot, but is not listed in the store.
 
         If the host's port refuses connections, the host's agent has ended, and this
-        host's leader records that. Otherwise does nothing: the host may be cut off from
-        the store alone, so the leader waits for the host to connect.
+        host's `Leader` records that. Otherwise does nothing: the host may be cut off
+        from the store alone, so the leader waits for the host to connect.
 
         Args:
             leader: the `Leader` that this host runs.
@@ -455,8 +455,9 @@ class Agent:
     ) -> tuple[Heard, Closed] | None:
         """Accepts a host's control connection.
 
-        If another host is known to lead, sends a message that names that leader.
-        `hello` is the first message, with the connecting host's record.
+        If this host does not lead but knows which host does, sends a message that names
+        that leader over the accepted connection. `hello` is the first message, with the
+        connecting host's record.
 
         Returns:
             The callbacks for messages and for the end of the connection; None to refuse
@@ -471,9 +472,9 @@ class Agent:
     def _step_down_if_isolated(self, leader: Leader) -> None:
         """Gives up the leader key if too few hosts stay connected to this leader.
 
-        Too few hosts are connected if they and this host are fewer than the job's slots
-        and fewer than the hosts in the store. The key is given up once this has lasted
-        for twice the duration of a lease.
+        The connected hosts are too few if, with this host added, they are fewer than
+        the job's slots and fewer than the hosts in the store. The key is given up once
+        this has lasted for twice the duration of a lease.
         """
         needed = min(leader.num_slots, len(leader.view.hosts))
         if self._links.count + 1 >= needed:
@@ -596,7 +597,10 @@ class Agent:
         )
 
     def _emit(self, kind: str, *values: Any) -> None:
-        """Posts an event of this host to the loop; may be called from any thread."""
+        """Has the event loop handle an event of this host; safe on any thread.
+
+        `kind` names the event, such as "trainer_exit", and `values` belong to it.
+        """
         self._loop.post(self._happened, kind, *values)
 
     def _happened(self, kind: str, *values: Any) -> None:

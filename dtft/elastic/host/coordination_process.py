@@ -1,12 +1,12 @@
 """JAX's coordination service in a separate process on the first slot's host.
 
 ``python -m dtft.elastic.host.coordination_process`` does its imports, then waits for
-one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S IS_OPEN``. If IS_OPEN is 1, not
-0, JAX processes can connect at any time. It prints one line when the service runs. Each
-further line on stdin has the indices of JAX processes that the service is to treat as
-lost. The process ends when stdin closes, that is, with its agent. Each world (set of
-JAX processes that connect to one service) gets a new process. Only this module of
-`dtft.elastic` imports JAX.
+one line on stdin: ``ADDRESS NUM_PROCESSES HEARTBEAT_S IS_OPEN``. If IS_OPEN is 1, JAX
+processes can connect at any time. If it is 0, they wait until all have connected. The
+command prints one line when the service runs. Each further line on stdin has the
+indices of JAX processes that the service is to treat as lost. The process ends when
+stdin closes, that is, with its agent. Each world (set of JAX processes that connect to
+one service) gets a new process. Only this module of `dtft.elastic` imports JAX.
 """
 
 import os

@@ -107,7 +107,7 @@ class CoordinationService:
     def _take(self) -> subprocess.Popen:
         """Takes the standby process and starts a new standby.
 
-        If the standby has ended, takes another process, which is started first.
+        If the standby has ended, starts a process in its place and takes that one.
         """
         if self._waiting.poll() is not None:
             self._kill(self._waiting)

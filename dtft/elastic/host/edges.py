@@ -94,9 +94,9 @@ class Asked:
     """Handlers of users' requests at a host's port.
 
     A user may ask to export a step to storage, to change the number of replicas, or to
-    let a host leave the job (drain it). Each handler gets the function that sends the
-    answer. Before it, the handler for replicas gets their number, and the handler for a
-    drain the name of the host.
+    let a host leave the job (drain it). The last argument of each handler is the
+    function that sends the answer. The first argument of `scale` is the number of
+    replicas, and that of `drain` the name of the host.
     """
 
     export: Callable[[Answer], None]

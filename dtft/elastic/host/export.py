@@ -56,9 +56,9 @@ def save_fields(
         step: number of the step.
         memory: path of the arena.
         buffers: one byte for each chunk of the slot's own slices. A chunk has several
-            buffers in the arena; the byte is the index, from 0, of that with this
-            step's bytes.
-        digests: the digests of each own slice, 16 bytes per chunk.
+            buffers in the arena. The byte is the index, from 0, of the buffer that has
+            this step's bytes.
+        digests: for each own slice, the digests of its chunks (16 bytes each), joined.
         items: the checkpoint's values that are not arrays.
     """
     return {

@@ -360,15 +360,16 @@ class Follower:
     def prefetch(
         self, layout: str, slot: int, address: str, epoch: Sequence[int]
     ) -> None:
-        """Starts to fetch ahead the slices of a slot that training steps do not change.
+        """Starts to fetch a slot's slices that training does not change, ahead of need.
 
-        Ignores the order if this host has a slot.
+        This spare host may get that slot later. Ignores the order if this host has a
+        slot.
 
         Args:
             layout: the job's layout (mesh and arrays of the state) as JSON.
             slot: the slot whose slices are fetched.
-            address: "host:port" of the slot's host.
-            epoch: (generation, attempt) of the assignment that gave the host the slot.
+            address: "host:port" of the host that has the slot now; sends the slices.
+            epoch: (generation, attempt) of the assignment that gave that host the slot.
         """
         if self._task is None and self._parts.prefetcher is not None:
             generation, attempt = epoch
@@ -662,7 +663,7 @@ class Follower:
         self.warm()
 
     def prepare(self, order: dict[str, Any]) -> None:
-        """Takes the slot in a `prepare` order and starts the trainer.
+        """Takes the slot that a `prepare` order gives this host; starts the trainer.
 
         If the order restores from memory, also restores the slot's slices, on a thread.
         Ignores an order of an earlier round (attempt to form the job) than this host
@@ -766,9 +767,9 @@ class Follower:
     ) -> None:
         """Drops the copies of steps before `step`, except those of the last commit.
 
-        Also tells the trainer that the step is released, sends it the buffers for its
-        next snapshot if it waits for them, and starts a standby trainer. Without a slot
-        or copies, this host only remembers the commit.
+        Also tells the trainer that the step is released, and starts a standby trainer.
+        If the trainer waits for the buffers of its next snapshot, sends them, too.
+        Without a slot or copies, this host only remembers the commit.
 
         Args:
             step: the replicated step: each of its slices has enough copies on hosts.

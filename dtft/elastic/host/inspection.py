@@ -93,11 +93,16 @@ def _verified(
         rate: bytes per second that are read at most; 0 for no limit.
 
     Returns:
-        Of `holder` alone: `held`: step, then slice key, to the digests of the bytes.
-        `unread`: steps that were dropped meanwhile. Of all copies, except those whose
-        memory was freed meanwhile: `corrupt`: a text for each corrupt copy. `copies`
-        and `nbytes`: the numbers of copies and of bytes that were read. `seconds`: how
-        long it took.
+        The fields are:
+
+        * `held`: maps step, then slice key, to the digests of the bytes in `holder`.
+        * `unread`: the steps in `holder` that were dropped meanwhile.
+        * `corrupt`: a text for each corrupt copy in `holder` and `former`.
+        * `copies`, `nbytes`: the numbers of copies and of bytes that were read in
+          `holder` and `former`.
+        * `seconds`: the duration of the verification.
+
+        Former copies whose memory was freed meanwhile are left out.
 
     Raises:
         ConnectionAbortedError: the memory of `holder` was freed meanwhile.

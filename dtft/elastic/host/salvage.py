@@ -162,8 +162,8 @@ def choose(
 
     A step is complete if the hosts have every slice of one layout. It is consistent if
     the slices' digests give the root digest of the recorded commit. Without a recorded
-    commit it is consistent if all hosts with the newest assignment of slots have equal
-    digests.
+    commit only copies on hosts with the newest assignment of slots are used, and the
+    step is consistent if copies of the same slice have equal digests.
 
     Args:
         holdings: the copies on all hosts that answered.

@@ -89,8 +89,9 @@ def base_config(
 def with_terms(config: AgentConfig, terms: Terms) -> AgentConfig:
     """Returns an agent's settings, completed with those that the user's process gives.
 
-    These terms of the job are the number of its processes, the storage directory and
-    how often and how long steps are written there, and the bytes per chunk.
+    These terms of the job are the number of its processes, the storage directory, the
+    steps from one export to the next, the number of steps that storage keeps, the time
+    limit of an export, and the bytes per chunk.
     """
     timeouts = dataclasses.replace(config.timeouts, export=terms.storage_timeout_s)
     return dataclasses.replace(

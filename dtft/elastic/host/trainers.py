@@ -628,7 +628,7 @@ class Trainers:
             trainer.send(op, fields)
 
     def note(self, text: str) -> None:
-        """Sends a waiting user's process the reason for which it waits.
+        """Sends `text`, the reason for waiting, to the user's process that waits.
 
         Drops the text if no user's process waits.
         """
@@ -692,7 +692,7 @@ class Trainers:
         detached, but waits for the next assignment of slots.
 
         Args:
-            reason: the reason, which is sent to a user's process.
+            reason: why the trainer is ended; sent to a user's process.
             waiting: whether the waiting trainer, the member and a trainer that is
                 giving up its slot are ended too.
 
@@ -762,7 +762,7 @@ class Trainers:
         """Stops listening and ends every trainer.
 
         Waits at most 10 s (`KILL_S`) in all for killed processes, and at most 5 s
-        (`SEND_S`) for each user's process to receive the reason.
+        (`SEND_S`) for each user's process to receive the message that this agent ends.
         """
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # otherwise accepting goes on
@@ -809,10 +809,10 @@ def start_message(config: AgentConfig, order: dict[str, Any]) -> dict[str, Any]:
 def joining(config: AgentConfig) -> dict[str, Any]:
     """Returns the fields that an order to join a world takes from the config.
 
-    A world is a set of connected JAX processes. The fields are `heartbeat_s` and
-    `start_s` (seconds without a sign of life after which a process counts as lost, and
-    the limit of the start), `devices` (number of CPU devices of a process) and `lasts`
-    (whether the world can outlast an assignment of slots).
+    A world is a set of connected JAX processes. The fields are `heartbeat_s` (seconds
+    without a sign of life after which a process counts as lost), `start_s` (longest
+    wait for other processes in seconds), `devices` (number of CPU devices of a process)
+    and `lasts` (whether the world can outlast an assignment of slots).
     """
     return {
         "heartbeat_s": config.timeouts.heartbeat,

@@ -1,9 +1,10 @@
 """The leading agent: turns hosts' reports into commits, recoveries and orders.
 
 * `leadership` makes a `leader` when this host gets the leader key. It ends the `leader`
-  when another host has led, when the store has lost data, or when this host releases
-  the key. `records`: the leader's writes to the store, which the store refuses once
-  another host leads. `events`: the printed messages and the event log.
+  when another host leads or has led meanwhile, when the store has lost data, or when
+  this host releases the key. `records`: the leader's writes to the store, which the
+  store refuses once another host leads. `events`: the printed messages and the event
+  log.
 * Connected hosts: `host_registry`. Formations (which host gets which slot, and what it
   restores): `rendezvous` with `rendezvous_plan` and `recovery`, `failure_account` with
   `failure_budget`, `re_replication`, `scaling` with `sizes`. End of the job:

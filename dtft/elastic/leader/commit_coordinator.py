@@ -94,7 +94,7 @@ class Intervals:
         """Chooses the next interval from the measurements in the reports of `step`.
 
         Called once all snapshots and copies of the step are complete. The interval
-        stays if the config has a fixed interval, and if no trainer has measured times.
+        stays if the config has a fixed interval, or if no trainer has measured times.
 
         Returns:
             The interval in force after `step`, in steps, and the step of the next
@@ -268,7 +268,7 @@ class CommitCoordinator:
         self._conclude(step)
 
     def held(self, step: int, source: int, target: int, root: str) -> None:
-        """Handles the report that slot `target` holds a copy of slot `source`'s slices.
+        """Handles the report that slot `target` holds slot `source`'s slices of `step`.
 
         Ignores every step up to the newest committed one.
 
@@ -401,7 +401,7 @@ class CommitCoordinator:
         Of hosts with the same slices, only one writes. Orders nothing in these cases:
 
         * An export is in progress.
-        * No host holds some slice of the step.
+        * A slice of the step is on no host.
         * Trainers have gone on after a later step whose commit the store had not
           recorded in time. The hosts may then have dropped the copies of `step`.
         """
@@ -508,9 +508,9 @@ class CommitCoordinator:
             host: the answering host.
             step: the exported step.
             ok: whether the host has written its slices.
-            attempt: which order the host answers: the number of exports that had failed
-                or were replaced when the order was sent, as the order has it. None: the
-                newest order.
+            attempt: identifies the order that the host answers: its field `failures`,
+                the number of exports that had failed or were replaced before. None
+                stands for the newest order.
         """
         if self._export is None or self._export[0] != step:
             return None

@@ -162,7 +162,7 @@ class Journal:
         return None
 
     def committed(self, step: int, root: str) -> None:
-        """Queues a commit event for the log; later messages name the step.
+        """Queues a commit event for the log; stores the step as `last_commit`.
 
         Args:
             step: the committed step.

@@ -37,7 +37,7 @@ class ExportRequests:
         return bool(self._waiting)
 
     def add(self, committed: int, answer: Answer) -> None:
-        """Adds a request that an export of step `committed` or a later step answers.
+        """Adds a request; an export of step `committed` or a later step answers it.
 
         `answer` sends the reply to the requester.
         """
@@ -134,10 +134,10 @@ class StorageExports:
         self._requests = ExportRequests()
 
     def asked(self, rendezvous: Rendezvous, answer: Answer) -> bool:
-        """Handles a request to export the next commit; returns whether it waits for it.
+        """Handles a request to export the next commit; returns whether it is accepted.
 
         Refuses the request unless the job trains. `answer` sends the reply to the
-        requester.
+        requester: at once for a refused request, else once the export has ended.
         """
         coordinator = rendezvous.coordinator
         if coordinator is None or rendezvous.phase != "running" or rendezvous.frozen:
@@ -182,7 +182,7 @@ class StorageExports:
             self._journal.say(line)
 
     def wanted(self, committed: int, answer: Answer) -> None:
-        """Adds a request that an export of step `committed` or a later step answers.
+        """Adds a request; an export of step `committed` or a later step answers it.
 
         Orders no export. `answer` sends the reply to the requester.
         """

@@ -95,8 +95,8 @@ class HostRegistry:
         """Registers a host that has connected, or a newer record of a connected host.
 
         Returns:
-            Whether the host was not connected before, or with another agent process.
-            False if only its record is newer.
+            True if the host was not connected before, or if another agent process of
+            the host was. False if only its record is newer.
         """
         old = self._records.get(record.host)
         self._records[record.host] = record
@@ -260,10 +260,10 @@ class HostRegistry:
         return len(self._records) - len(unusable & self._records.keys())
 
     def why_nobody(self) -> str:
-        """Returns why no host can have a slot, by the reports of all hosts.
+        """Returns the reasons that all hosts have reported for having no slot.
 
-        Returns "" if no host is registered, or if some registered or lost host has not
-        reported that it can have no slot.
+        Returns "" if no host is registered, or if not all hosts have reported that they
+        can have no slot. Hosts that were lost and have not reconnected count, too.
         """
         hosts = self._records.keys() | self._gone.keys()
         if not self._records or hosts - self.unfit.keys():
@@ -306,12 +306,12 @@ class HostMonitor:
         lost its data. A new job is not formed here, but later, when enough hosts have
         connected.
 
-        The printed reason is the loss of those hosts with a slot that the store no
-        longer lists; without such hosts, it is that this host leads now. Hosts with a
-        slot that are to leave the job (a drained leader, for example) are a further
-        reason. Without an assignment the reason is that the store has lost its data.
-        Hosts that the store does not list may be alive, because a lease also runs out
-        while the store does not answer.
+        The reason is printed. If the store has an assignment, but no longer lists some
+        hosts of its slots, the reason is that these hosts are lost. (They may be alive:
+        a lease also runs out while the store does not answer.) If it lists them all,
+        the reason is that this host leads now. Hosts with a slot that are to leave the
+        job, such as a drained leader, are a further reason. If the store has no
+        assignment, the reason is that it has lost its data.
         """
         view = self._records.view
         if (old := view.assignment) is not None:

@@ -95,8 +95,8 @@ class ReReplication:
 
         Args:
             wanted: the number of copies that every slice should have.
-            committed: the step after the restored one whose commit has ended the
-                re-replication; 0 if it ended because all pushes have arrived.
+            committed: the step, later than the restored step, with whose commit the
+                re-replication has ended; 0 if all pushes have arrived instead.
             now: the time in seconds, on the clock of the restore's time.
         """
         copies = f"{wanted} cop{'ies' if wanted != 1 else 'y'}"

@@ -313,11 +313,12 @@ class Rendezvous:
     def rehearse_size(self, slots: int) -> bool:
         """Lets processes compile for another number of slots before the job has it.
 
-        The first call for the same hosts orders their processes to compile while they
-        train.
+        The first call orders the processes of the hosts that would get these slots to
+        compile while they train. A later call only checks whether they have compiled;
+        it orders anew if other hosts would get the slots by now.
 
         Returns:
-            Whether the job can be formed with `slots` slots now: all these processes
+            Whether the job can be formed with `slots` slots now: all those processes
             have reported that they have compiled, or the config's limit for the start
             of trainers is over. True at once in these cases, in which nothing is
             compiled ahead:
@@ -367,8 +368,8 @@ class Rendezvous:
             host: the reporting host.
             world: the number of the group of JAX processes (world) for which it
                 compiled.
-            turn: the number, among the meshes that this group forms one after the
-                other (from 0), that the mesh for which it compiled would have.
+            turn: the number of the mesh for which it compiled. The meshes that this
+                group forms, one after the other, are numbered from 0.
             formations: the meshes for which it compiled. Each is a list with the
                 process index of each slot.
         """
@@ -577,17 +578,17 @@ class Rendezvous:
     def _may_go_on(self, round_: Round) -> bool:
         """Decides from the last attempt's failures whether slots may be assigned now.
 
-        Decides once in a round. If the failures allow another attempt, it may begin
-        only after a pause.
+        Decides once in a round. If the failures allow another attempt, a pause may come
+        before it. Failures that would end the job do not end it if the hosts' reports
+        show a new network cut between hosts with slots.
 
         Args:
             round_: the current attempt to form the job.
 
         Returns:
-            False if the job ends or the pause begins. True if no pause is needed, in a
-            served job (whose processes the user starts), and if this round has decided
-            already. Failures that would end the job do not end it if the hosts' reports
-            show a new network cut between hosts with slots.
+            False if a pause begins, or if the job ends: by the failures, or because
+            `end` was called. Otherwise True: no pause is needed, this round has decided
+            already, or the job is served (the user starts its processes).
         """
         if self._end is None and (
             self._judged == round_.ballot or not self._seats.ends_by_itself
@@ -702,8 +703,8 @@ class Rendezvous:
     def look_for_links(self) -> None:
         """Orders hosts that did not reach each other to try to connect again.
 
-        Does nothing before the pause since the last try is over, or unless the job
-        trains or waits for hosts.
+        Does nothing while the pause after the last try lasts, while the job ends, and
+        while it neither trains nor waits for hosts.
         """
         settled = self.phase == "running" or self.phase == "waiting"
         if self.frozen or not settled or not self._reach.is_due(self._loop.now()):
@@ -834,7 +835,7 @@ class Rendezvous:
     def _next_world(self, round_: Round, filled: list[HostRecord]) -> WorldPlan:
         """Decides whether the JAX processes stay, or all of them start anew.
 
-        A world is the group of JAX processes that train, or wait to, together.
+        A world is the group of JAX processes that train together, or wait to train.
 
         Args:
             round_: the current attempt to form the job.

@@ -55,7 +55,8 @@ class Proof:
 def prove(located: Located, layout: Layout, restored: Iterable[Digests]) -> Proof:
     """Compares every leaf of a restored state with the commit.
 
-    Slices for which the commit has no digest are compared only between hosts.
+    A slice for which the commit has no digest is compared only between hosts. A slice
+    that no host has read counts as different.
 
     Args:
         located: the commit, with the digests of its slices.

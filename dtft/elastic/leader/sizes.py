@@ -116,10 +116,11 @@ class JobSizes:
                 )
 
     def _known(self, groups: ReplicaGroups) -> set[int]:
-        """Returns the numbers of slots that are not checked when they are chosen.
+        """Returns the numbers of slots that `choose` takes without a check.
 
-        These are the number with which the state is laid out now (`groups`), the number
-        of the newest commit, and the excluded numbers.
+        The check is whether the state and the batch can be divided among so many
+        replicas. Not checked are the number with which the state is laid out now
+        (`groups`), the number of the newest commit, and the excluded numbers.
         """
         return {groups.slots, self.committed, *self._unfit}
 

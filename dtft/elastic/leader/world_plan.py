@@ -282,9 +282,9 @@ def sound(
 def admitted(world: WorldPlan, host: str, there: Collection[str]) -> WorldPlan | None:
     """Gives a joining spare host a free index among the JAX processes.
 
-    A host that has an index keeps it. The index of another host is free if this host is
-    not in `there`: the hosts that may have a process in the world (the group of JAX
-    processes). Returns the new world, or None if no index is free.
+    If `host` has an index, it keeps it. Other hosts lose their indices, which are then
+    free, unless they are in `there`: the hosts that may have a process in the world
+    (the group of JAX processes). Returns the new world, or None if no index is free.
     """
     indices = {it: at for it, at in world.indices.items() if it in there or it == host}
     free = sorted(set(range(1, world.size)) - set(indices.values()))

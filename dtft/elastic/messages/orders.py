@@ -245,8 +245,8 @@ def _assemble(order: Message, host: str | None) -> str | None:
 def _without_digest(order: Message) -> str | None:
     """Returns an error text if an order lacks the digest of a slice to fetch, or None.
 
-    A host checks the bytes that it fetches against these digests, which the order maps
-    from slice keys.
+    The field "digests" of an order maps the key of a slice to its digests. The host
+    checks the bytes that it fetches against them.
     """
     known = order["digests"].keys()
     for transfer in order.get("transfers", ()):

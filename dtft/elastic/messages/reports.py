@@ -268,8 +268,9 @@ def misfit(
     * The host must have a slot, and a slot in the report must be this slot. A `held`
       report says that slot `target` has a copy of the slices of slot `source`; in it,
       `target` must be this slot, and `source` one of the slots.
-    * In reports of a layout (mesh and leaves of the state) and in `wanted` reports, the
-      layout must have as many slots as the assignment.
+    * A `layout` report has the layout (mesh and leaves) of the state, a `wanted` report
+      the layout in which a user's process requests a step. This layout must have as
+      many slots as the assignment.
     * A `staged` report (a snapshot is in the host's memory) must have the digests of as
       many slices as the slot has, if the layout of the state is known.
 

@@ -175,7 +175,7 @@ class EmbeddedEtcd:
 
     @property
     def _aside(self) -> Path:
-        """The directory to which data is moved with which etcd does not start."""
+        """Directory for data on which etcd failed to start (see `move_data_aside`)."""
         return self._data.with_name("etcd-aside")
 
     @property

@@ -662,9 +662,11 @@ class EtcdStore:
             raise StoreUnavailable(str(problem)) from problem
 
     def _see_to(self, endpoint: tuple[str, int], quiet_s: float) -> None:
-        """Probes a silent member with a call, if the cluster has other members.
+        """Probes a member after 2 s of silence (`_ASK_S`) with a call.
 
-        `quiet_s` is the number of seconds for which the watch has received nothing.
+        Does nothing if the cluster has no other member, or if the member has answered a
+        call in these 2 s. `quiet_s` is the number of seconds for which the watch has
+        received nothing.
 
         A watch without events is silent too, so only a call can detect that a member is
         stopped or cut off. A failed call moves calls and watches to the next member.

@@ -383,10 +383,11 @@ class Membership:
         return Compare(key=key, target="value", value=view.era_value)
 
     def _check_registered(self, view: View) -> None:
-        """Schedules a write of this host's record if a view lacks it or it is older.
+        """Schedules a write of this host's record if it is not in a view.
 
-        If a later agent process has registered under this host's name, reports that
-        instead (`on_replaced`).
+        Also if the view has the record under another incarnation. If a later agent
+        process has registered under this host's name, reports that instead
+        (`on_replaced`). Does nothing without a lease, or while a store call runs.
         """
         if not self._lease or self._busy:
             return
@@ -401,9 +402,9 @@ class Membership:
     def campaign(self) -> None:
         """Tries to take the leader key, without blocking; the next view has the result.
 
-        Fails if a leader exists, or if another host has led, or the store has lost
-        data, since this host's view. Does nothing without a lease, or while another
-        attempt runs.
+        Fails if a leader exists. Also fails if, after this host's newest view, a host
+        has become leader or the store has lost data. Does nothing without a lease,
+        while another attempt runs, or after `close`.
         """
         if self._campaigning or not self._lease or self._stopped:
             return

@@ -264,10 +264,11 @@ class Copies:
             in_memory: whether the trainer loads the step from this host's memory.
 
         Returns:
-            `arena`: path of the shared memory. `buffers`: one byte for each chunk of
-            the slot's own slices: the number of that of the chunk's buffers which has
-            the step. `digests`: for each own slice, the digests of its chunks. `items`:
-            the step's JSON items. All but `arena` are empty if `in_memory` is False.
+            `arena`: path of the shared memory, which has several buffers for each
+            chunk. `buffers`: for each chunk of the slot's own slices, the number of the
+            buffer that has the chunk's bytes at this step, as one byte. `digests`: for
+            each own slice, the digests of its chunks. `items`: the step's JSON items.
+            All but `arena` are empty if `in_memory` is False.
         """
         holder = self.holder
         assert holder is not None

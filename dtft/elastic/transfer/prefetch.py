@@ -264,9 +264,9 @@ class Prefetcher:
 
 
 def available_bytes() -> int:
-    """Returns the bytes that processes can get on this machine without swapping.
+    """Returns how many bytes of memory processes can get without swapping.
 
-    0 if the kernel does not tell.
+    The number is MemAvailable in /proc/meminfo; 0 if the kernel does not tell it.
     """
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

@@ -6,9 +6,10 @@ the state is divided among the slots as in the commit, each is fetched whole, by
 key. Otherwise pieces of committed slices (regions) are fetched, and the slice is
 assembled from them.
 
-Committed slices are normally read in whole chunks whose digests must be the commit's,
-so wrong bytes are not restored. Afterwards the leader compares the digests that the
-owners of an assembled slice report.
+Of a committed slice whole chunks are read, and their digests must be the commit's, so
+wrong bytes are not restored. Only copies that are already in the slot's memory are left
+to the trainer to verify, if the order says so. Afterwards the leader compares the
+digests that the owners of an assembled slice report.
 """
 
 import concurrent.futures
@@ -473,8 +474,9 @@ def bring(
 def _whole(order: FetchOrder, memory: Mapping[str, Parts]) -> list[str]:
     """Returns the keys of those slices in `memory` that an order fetches whole.
 
-    Either the order names the slice, or the order copies only one region of a committed
-    slice, and this region is that slice and a whole new one.
+    A slice is fetched whole if its key is in the order. A committed slice is also
+    fetched whole if the order has one region of it only, and this region is all of the
+    committed slice and all of a slice in `memory`.
     """
     keys = [key for key in order.transfer.get("keys", ()) if key in memory]
     return keys + [old.key for old, them in order.regions(memory).items() if _one(them)]

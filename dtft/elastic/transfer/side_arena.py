@@ -84,10 +84,11 @@ class SideArena:
 class Resharding:
     """Assembles the slices of a step that this host's process requests.
 
-    When it has ended, emits the event ("assembled", task, answer). The task is the slot
-    for which the process has requested the step. The answer has the `step`, the
-    requested `layout` as JSON, and either `arena` (path of the memory) and `digests`
-    (of each slice's chunks), or `error` (the reason of the failure).
+    Emits the event ("assembled", task, answer) at the end, also after a failure. The
+    task is the `SlotTask` (this host's order for a slot) that `begin` was given. The
+    answer has the `step`, the requested `layout` as JSON, and either `arena` (path of
+    the memory) and `digests` (of each slice's chunks), or `error` (the reason of the
+    failure).
     """
 
     def __init__(
@@ -144,5 +145,8 @@ class Resharding:
             self._side.free(answer["arena"])
 
     def free(self) -> None:
-        """Frees the arena; the process must have read the slices, or have ended."""
+        """Frees the arena, without waiting for the process.
+
+        Call it after the process has read the slices, or has ended.
+        """
         self._side.free()

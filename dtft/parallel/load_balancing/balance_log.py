@@ -267,8 +267,9 @@ class BalanceLog:
     def began(self, step: int, begin: Begin, sharing: Sharing) -> None:
         """Logs the shares with which the run begins after step number `step`.
 
-        `sharing` has the sizes for the log line: microbatches of a step, rows of a
-        microbatch, and a replica's largest share.
+        `begin` has the shares and the measured times of earlier rounds. `sharing` has
+        the sizes for the log line: microbatches of a step, rows of a microbatch, and a
+        replica's largest share.
         """
         shares = begin.balance.division
         record = {

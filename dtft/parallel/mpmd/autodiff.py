@@ -450,9 +450,9 @@ def _mean(total: jax.Array, weights: list[jax.Array], found: list[jax.Array]) ->
 class Gradients:
     """The calls that compute a loss and its gradients.
 
-    A call (`NodeCall`) is a program on one node. The fields `inputs`, `results` and
-    `gradients` have the name (`Key`) and the node of each array that the caller
-    provides, of each result of the loss, and of each parameter's gradient.
+    A call (`NodeCall`) is a program on one node. Three fields have the name (`Key`) and
+    the node of arrays: `inputs` of the arrays that the caller provides, `results` of
+    the loss's results, and `gradients` of the gradient of each parameter.
     """
 
     calls: Calls

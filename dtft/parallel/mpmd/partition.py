@@ -285,9 +285,9 @@ class _Cutting:
         """Groups units (equations) into segments, in an order in which they can run.
 
         A unit is ready when its inputs are computed. Each segment begins with the ready
-        unit that the most changes of node follow (see `_changes`). The segment then
-        takes all units of the same node that can run without waiting for other nodes.
-        Returns for each segment the indices of its units.
+        unit whose number of following changes of node (`_changes`) is the largest. The
+        segment then takes all units of the same node that can run without waiting for
+        other nodes. Returns for each segment the indices of its units.
         """
         waiting = [len(before) for before in self._before]
         ready: dict[int, set[int]] = defaultdict(set)
@@ -381,8 +381,8 @@ def where(
 def seconds_of(placement: Placement) -> tuple[float, ...]:
     """Returns the seconds of each operator's forward pass, by a placement's schedule.
 
-    A task of a placement is a range of operators; its seconds are divided equally
-    between them.
+    A task of a placement is a range of operators. The seconds of a task are divided
+    equally between its operators.
     """
     took = {run.task: run.end_s - run.start_s for run in placement.schedule}
     return tuple(

@@ -293,9 +293,10 @@ def order(calls: Calls, num_microbatches: int, seconds: Sequence[float]) -> Call
     """Computes the order in which each node runs its tasks of a step.
 
     A task is a call for one microbatch, or a call that is made once. The order has no
-    deadlock, because the calls of a microbatch never wait for a newer microbatch. The
-    number of microbatches between the forward and backward call of a segment is at most
-    the number of nodes that compute the segment and all later segments.
+    deadlock, because the calls of a microbatch never wait for a newer microbatch. A
+    microbatch is in flight between the forward and the backward call of a segment. A
+    segment has at most as many microbatches in flight as there are different nodes that
+    compute this segment and all later segments.
 
     Args:
         calls: the calls of a step.

@@ -95,8 +95,9 @@ class RunnablePlan(Plan):
         bytes by use (parameters, activations and so on). Unless the plan was read from
         a file, the text also has the findings of `lints()`, and the seconds of a step
         that each pin costs compared with the best plan without it. A pin is a setting
-        that the user has fixed. The first call, or the first of `html()`, plans again
-        without each pin, and for some findings with a change; later calls plan nothing.
+        that the user has fixed. The first call of this method or of `html()` plans
+        again: without each pin, and with the changes that some findings propose. Later
+        calls plan nothing.
         """
         return wording.text(self.sections())
 
@@ -110,8 +111,8 @@ class RunnablePlan(Plan):
 
         A pin is a setting that the user has fixed. Its cost is in seconds of a step,
         compared with the best plan without the pin. Computed on the first use, because
-        this plans again without each pin, and for some findings with a change. () for a
-        plan from a file.
+        this plans again: without each pin, and with the changes that some findings
+        propose. () for a plan from a file.
         """
         if self.decision is None:
             return ()
@@ -161,7 +162,7 @@ class RunnablePlan(Plan):
         """Finds small changes of the model or batch that would save time or memory.
 
         Findings are, for example, sizes that do not suit the mesh axes, arrays that are
-        whole on every device, and batches near the given batch.
+        whole on every device, and a batch that the devices do not divide evenly.
 
         Raises:
             ValueError: the plan was read from a file.

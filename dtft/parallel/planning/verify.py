@@ -357,7 +357,8 @@ def verify_sections(found: Sequence[Verified]) -> tuple[Section, ...]:
 def _notes(found: Sequence[Verified], chosen: Verified | None) -> Iterator[str]:
     """Yields notes for the table of memory, none to three.
 
-    * Which bytes are compiled and which predicted, if all plans were compiled for CPU.
+    * If all plans were compiled for CPU: which bytes were counted by the compiler, and
+      which are predicted.
     * How many better plans than `chosen` did not fit, and the additional seconds per
       step of `chosen`; left out if there is no such plan.
     * The largest fraction by which compiled bytes exceeded predicted bytes, if `chosen`

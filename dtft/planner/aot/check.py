@@ -242,8 +242,9 @@ def _exchange(
 ) -> None:
     """Moves predicted bytes between all-reduce and reduce-scatter to match the program.
 
-    If the program has fewer bytes of one of both kinds than predicted, and more of the
-    other, moves as many bytes as the smaller of both differences.
+    If the program has fewer bytes of one kind than predicted, and more of the other,
+    moves predicted bytes from the first kind to the second: as many as the smaller of
+    the two differences.
 
     XLA's CPU backend has no reduce-scatter. XLA's GPU backend replaces an all-reduce by
     a reduce-scatter if only a part of the result is read. Both add up the same operand,

@@ -195,21 +195,22 @@ class _CompileQueue:
     def start(self, coming: Sequence[tuple[str, int]]) -> None:
         """Starts children before the first candidate is made.
 
-        `coming` has the target and number of devices of each candidate. Looks at its
-        first entries, as many as children may run (one per core, at most four), and
-        starts one child for each of these that equals the first entry.
+        `coming` has the target and number of devices of each candidate that is to be
+        made. Only its first entries count: as many as children may run (one per core,
+        at most four). Starts a child for the first entry, and another child for each
+        further entry that is equal to the first.
         """
         for devices in coming[: _num_children()]:
             if devices == coming[0]:
                 self._lanes.append(_Lane(devices, self._end, self._deadline_s))
 
     def add(self, candidate: LoweredStep) -> None:
-        """Queues a candidate, and sends it to a child that has fewer than two.
+        """Queues a candidate for a child that has fewer than two without a result.
 
-        Starts another child first if all children are busy and more are allowed. If
-        every child has two candidates without a result, the candidate waits in this
-        process, because a sent candidate cannot move to another child. Of several
-        children, the one with the fewest candidates gets it.
+        First starts another child if all children have candidates without a result, and
+        more children are allowed. Of several children, the one with the fewest such
+        candidates gets the new one. If every child has two, the new candidate waits in
+        this process, because a sent candidate cannot move to another child.
         """
         if self._lanes and self._lanes[0].devices != _devices(candidate):
             self.finish()

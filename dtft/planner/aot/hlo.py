@@ -327,7 +327,11 @@ def _part(text: str) -> tuple[str, int, int]:
 def _devices(text: str | None, shape: Sequence[int]) -> np.ndarray:
     """Reads the device numbers of an XLA mesh, in the mesh's shape.
 
-    The numbers are ascending if the text gives no order.
+    Args:
+        text: the numbers in order, such as `0,2,1,3`, or a transpose of ascending
+            numbers, such as `[2,2]<=[2,2]T(1,0)`. Without a transpose, and for None,
+            the numbers are ascending.
+        shape: sizes of the mesh axes.
     """
     found = _PERMUTED.match(text) if text else None
     if text and not found:

@@ -52,15 +52,14 @@ def until_assigned(compiled: Callable[[Mapping[str, Any]], Any]) -> Any:
     devices, because a fork does not have the threads of its parent.
 
     Args:
-        compiled: function from further XLA options, by name, to the result of a
-            compilation with them: a dict like that of `Returns`, or the text of an
-            error.
+        compiled: function that compiles with further XLA options, given by name. It
+            returns a dict with `text`, `memory` and `seconds`, or the text of an error.
 
     Returns:
         A dict, made from the files that XLA wrote: `text` is that of the program,
         `memory` has the bytes of one device (as `assigned` returns them), and `seconds`
-        is the duration. If XLA did not write all files, the result of `compiled`, or a
-        text with the exit code if the fork crashed.
+        is the duration. If XLA did not write all files: the value that `compiled`
+        returned in the fork, or a text with the exit code if the fork crashed.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dtft-xla-") as name:
@@ -110,7 +109,8 @@ def _compile_and_end(
 ) -> None:
     """Compiles in the forked process, writes the result, and ends the process.
 
-    XLA writes its files to `folder`, too.
+    `compiled` compiles with further XLA options (`until_assigned`). Its result is
+    written to `folder` as JSON; XLA writes its files there, too.
     """
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
@@ -227,8 +227,9 @@ def _listen(
 def _devices(target: str, num_devices: int) -> tuple[_Devices, str]:
     """Returns a function that makes the devices to compile for, and an error text.
 
-    The text is '' if the devices can be made; otherwise the function returns [].
-    Fake GPUs are made once. CPU devices have threads, so each fork makes new ones.
+    The text is '' if the devices can be made; otherwise the function returns []. Fake
+    GPUs are made once, by this process. CPU devices have threads, which a fork does not
+    inherit, so each fork (`until_assigned`) calls the function for devices of its own.
     """
     import jax
     import jax.extend.backend  # imported once here, not in each fork

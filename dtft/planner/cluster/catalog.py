@@ -1,8 +1,8 @@
-"""Catalog of devices, links and machines by name, with uncalibrated figures (level 0).
+"""Catalog of devices, links and machines by name, with uncalibrated figures.
 
-Each device, link and machine has the source of its figures: a data sheet, a published
-measurement, or an assumption. `cost.apply_calibration` replaces the speeds by the
-measurements of `dtft calibrate`.
+Each device, link and machine names the source of its figures: a data sheet, a published
+measurement, or an assumption. Calibration counts these figures as its level 0.
+`cost.apply_calibration` replaces the speeds by the measurements of `dtft calibrate`.
 """
 
 import difflib
@@ -79,7 +79,7 @@ def _efficiency(name: str, peak: float) -> Efficiency:
     multiplied by a ratio: the share of its peak that the GPU reaches in published
     matmuls, divided by the share that the A100 reaches. Without a published matmul
     speed of the GPU, the ratio is 1. `mma_sync` is the speed of kernels that multiply
-    with the instruction of Ampere GPUs, relative to large matmuls; 1 if it is unknown.
+    with Ampere's instruction `mma.sync`, relative to large matmuls; 1 if it is unknown.
 
     Args:
         name: name in the catalog.
@@ -129,8 +129,8 @@ def _tpu(
 
     Args:
         name: name in the catalog.
-        bfloat16: peak in TFLOP/s, also of float32.
-        narrow: peaks in TFLOP/s of dtypes of one byte.
+        bfloat16: peak of bfloat16 in TFLOP/s; float32 gets the same peak.
+        narrow: map from a dtype of one byte to its peak in TFLOP/s.
         gib: GiB of memory.
         bandwidth: bytes per second of the memory.
         lanes: width of the tile of a matmul along n and k.

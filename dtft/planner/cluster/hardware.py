@@ -536,9 +536,10 @@ class Link:
         return _known(num_devices, self.meeting)
 
     def hidden(self, num_devices: float) -> float:
-        """Returns the share (0 to 1) of a gather's seconds that computation hides.
+        """Returns the share (0 to 1) of a prefetched gather's seconds that is hidden.
 
-        It holds for gathers that wait for no computation.
+        A prefetched gather is a collective that waits for no computation, such as an
+        all-gather of parameters. Computation runs at the same time and hides it.
 
         Interpolated from `ahead` (shares by number of devices) by the logarithm of the
         number of devices. Outside the range of `ahead`, its nearest entry counts. 0 for

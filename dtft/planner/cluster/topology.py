@@ -116,7 +116,7 @@ class Pool:
         """The pool's shorthand and kinds of links: `2x8xh100 by NVLink and InfiniBand`.
 
         A pool that `Cluster.parse` reads from a shorthand with a device type's name has
-        the same text as a pool that `Cluster.from_devices` builds from these devices.
+        the same text as a pool that `Cluster.from_devices` builds from such devices.
         Pools with other kinds of links, and tori of another shape, have another text.
         """
         kinds = dict.fromkeys(
@@ -531,7 +531,7 @@ _CURVE = frozenset(field.name for field in fields(Curve))
 
 
 def is_cluster_path(text: str) -> bool:
-    """Returns whether a text ends with the suffix of a cluster file."""
+    """Returns whether a text ends with `.json`, `.yaml` or `.yml`, as cluster files."""
     return text.lower().endswith(_SUFFIXES)
 
 
@@ -807,8 +807,8 @@ def _by_number(
 ) -> dict[int, Any]:
     """Builds a mapping from numbers of devices to values.
 
-    `build` makes a value from its item in the file and its name in errors; `where`
-    names the mapping in errors.
+    `build` is called with an item of the file and with its name in errors, and returns
+    the value. `where` names the mapping in errors.
 
     Raises:
         ValueError: `items` is no mapping, a key is no whole number, or two keys are the

@@ -89,17 +89,21 @@ class Calibration:
     def term_errors(self) -> Mapping[str, float]:
         """Relative errors of the terms `compute` and `collectives` (`Accuracy.errors`).
 
-        With past runs, both are the error within which 80 % of the runs that were left
-        out of the fit are predicted (`residuals[LEFT_OUT]`). In files without it, they
-        are 1.9 times (`HELD_BY_MEDIAN`) the median error of the fit to all runs.
+        With past runs, both terms have the same error (`residuals[LEFT_OUT]`). About
+        80 % of the runs that were left out of the fit have no larger error. In files
+        without this entry, the error is 1.9 times (`HELD_BY_MEDIAN`) the median error
+        of the fit to all runs.
 
-        Without past runs, each is the root of the sum of two squared errors. The first
-        error is 1.9 times the median error of a fit, which is about the error that 80 %
-        do not exceed. For `compute` it is the fit of matmuls or that of memory, for
-        `collectives` the fits of the kinds of collectives; the largest counts. The
-        second is the error for a new program on devices whose figures were fitted
-        (`CARRIED_OVER`). If matmuls were not fitted, the error of `compute` is that of
-        the catalog's figures (`UNCALIBRATED`); likewise for `collectives`.
+        Without past runs, the error of a term is sqrt(a**2 + b**2):
+
+        * a is 1.9 times the largest median error of the term's fits. About 80 % of the
+          measured times have no larger error. `compute` has the fits of matmuls and of
+          memory, `collectives` has a fit for each kind of collective.
+        * b is the error for a new program on devices whose figures were fitted
+          (`CARRIED_OVER`).
+
+        If there is no fit of matmuls, the error of `compute` is that of the catalog's
+        figures (`UNCALIBRATED`). So is that of `collectives` if it has no fit.
         """
         residuals = self.residuals
         if self.num_runs:
@@ -257,7 +261,7 @@ def _pool(pool: Pool, calibration: Calibration) -> Pool:
 
 
 def _measured(link: Link, calibration: Calibration) -> Link:
-    """Returns the measurement of a catalog link; `link` itself if there is none."""
+    """Returns a catalog link with its measured figures; `link` itself without any."""
     return calibration.links.get(link_key(link), link)
 
 
@@ -279,8 +283,8 @@ SPREAD = 0.3
 class PastRun:
     """One training run: the predicted seconds of a step, and the measured seconds.
 
-    `device` is the device type, `fabric` has the links of the fabric's levels, and
-    `software` the versions; all in the form of the fields of `Calibration`.
+    `device`, `fabric` and `software` have the same form as in `Calibration`: the name
+    of the device type, the links of the fabric's levels, and the software versions.
     """
 
     device: str

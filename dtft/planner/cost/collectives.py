@@ -1,10 +1,11 @@
-"""Seconds of a collective along mesh axes, its sync skew, and the share that is hidden.
+"""Seconds of a collective on mesh axes, its sync skew, and how much of it is hidden.
 
 The formulas count the latency of hops and the bytes through ports (`Curve`), for each
 algorithm of `dtft.collectives` and for hierarchical algorithms over the levels of the
 fabric. `num_bytes` is the size of a collective: the bytes of the larger of a device's
 operand and its result. `hops` are the levels of the fabric over which the devices of
-the collective communicate, innermost first.
+the collective communicate, innermost first. A collective is hidden while the devices
+compute at the same time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -125,8 +126,8 @@ def links_at_peak_s(
     """Computes the seconds that one collective keeps the links of each level busy.
 
     The seconds are those at the links' peak: without latency, and with the bandwidth
-    that large messages reach. No algorithm of `collective_s` takes fewer seconds than
-    any of the levels. A part of a level is the devices that the level below joins.
+    that large messages reach. The largest of them is a lower bound for all algorithms
+    of `collective_s`. A part of a level is the devices that the level below joins.
 
     * Gathers and reductions send level by level: if a part has n devices, each of them
       sends 1 / n of the bytes. On a torus, all dimensions are busy for equally many
@@ -202,11 +203,11 @@ class _Hop:
         Latency is left out. A part is the devices that the level below joins.
 
         Args:
-            num_bytes: bytes that all senders of a part send together.
-            senders: the number of devices of each part that send; each sends an equal
-                share of the bytes.
-            alone: whether one device of each part sends, so that it shares its port
-                with devices of other parts only. Otherwise all devices that share the
+            num_bytes: bytes that `senders` devices send together, in equal shares.
+            senders: the number of devices among which the bytes are divided; with 1,
+                each of the sending devices sends all of them.
+            alone: whether only one device of each part sends. It then shares its port
+                with devices of other parts only. Otherwise all devices that share a
                 port send at once.
         """
         sharing = self.link.shared_by

@@ -1,7 +1,8 @@
 """Seconds that one device computes: matmuls, memory traffic and operator launches.
 
-`lower_bound_s` bounds the step time of every plan from below; `memory_bound` serves the
-roofline of one plan. Numeric arguments may be numpy arrays and are broadcast.
+`lower_bound_s` bounds the step time of every plan from below. `memory_bound` makes a
+device type that only its memory slows down, for the roofline of a plan. Numeric
+arguments may be numpy arrays and are broadcast.
 """
 
 import math
@@ -64,8 +65,9 @@ def at_peak_s(graph: Graph, pool: Pool, operators: Iterable[Operator]) -> float:
 def memory_bound(device: DeviceType) -> DeviceType:
     """Returns a device type as if the bandwidth of its memory were its only limit.
 
-    The memory reaches its peak bandwidth, and bytes from a cache take no time. With
-    this device, `computing_s` has the seconds that an operator keeps the memory busy.
+    The memory reaches its peak bandwidth, and bytes from a cache take no time. For
+    this device type, `cost.computing_s` returns the seconds that an operator keeps the
+    memory busy.
     The matmul of the example moves three matrices of 2**27 bytes.
 
     >>> from dtft.planner.cluster.catalog import device_type
@@ -135,12 +137,12 @@ def shape_factor(
 
 
 def _aligned(device: DeviceType, n: Any, k: Any, dtype: str) -> Any:
-    """Returns a matmul's speed relative to one with aligned rows of n and k elements.
+    """Returns a matmul's speed relative to the same matmul with aligned rows.
 
-    It is 1 if both rows are aligned, otherwise a figure of the device between 0 and 1
-    (`Efficiency.misaligned`). A row is aligned if its bytes are a multiple of
-    `DeviceType.alignment_bytes`. A shorter row counts as aligned, too, because the tile
-    pads it in any case.
+    The rows of the two operands have n and k elements. The result is 1 if both kinds of
+    rows are aligned, otherwise `Efficiency.misaligned`, which is at most 1. A row is
+    aligned if its bytes are a multiple of `DeviceType.alignment_bytes`. A row of fewer
+    bytes counts as aligned, too, because the tile pads it in any case.
     """
     row = max(device.alignment_bytes * 8 // item_bits(dtype), 1)
     odd = [(np.asarray(size) > row) & (np.asarray(size) % row > 0) for size in (n, k)]

@@ -103,8 +103,9 @@ def _errors(jacobian: np.ndarray, off: np.ndarray) -> list[float]:
     """Computes standard errors of the figures' logarithms from the inverse of J^T J.
 
     Args:
-        jacobian: J, the derivatives of all residuals.
-        off: residuals of the measurements; their spread scales the errors.
+        jacobian: J, the derivatives of all residuals by the logarithms; [residuals,
+            figures].
+        off: residuals of the measurements alone; their spread scales the errors.
     """
     spread = max(1.4826 * float(np.median(np.abs(off))), 1e-3)
     covariance = np.linalg.pinv(jacobian.T @ jacobian) * spread**2
@@ -195,9 +196,8 @@ def fit_memory(
     the returned device. Small arrays that are used repeatedly stay in a cache; other
     bytes are moved through the memory. If bandwidth alone explains the times, there is
     no cache. Otherwise each measured size but the two largest is tried as the cache
-    size, and the size whose fit has the smallest worst error is taken. The two largest
-    sizes are left out, because the other sizes alone do not distinguish a cache from
-    noise.
+    size, and the size whose fit has the smallest worst error is taken. So at least two
+    sizes lie beyond the cache: a single slow size could be noise.
 
     All devices run in the measurement. If devices share a cache or memory, the figures
     are those of one device's share.

@@ -1,4 +1,4 @@
-"""Places mesh axes on the levels of a pool, and drops orders that are not faster.
+"""Places mesh axes on the fabric of a pool, and finds axis orders that may be fastest.
 
 An axis order says which mesh axis varies slowest over the devices, which next, and so
 on. `undominated_orders` keeps the orders that may be the fastest.
@@ -42,8 +42,9 @@ class DeviceGroup:
     def inner(self) -> tuple[float, ...]:
         """The number of the group's devices in each part that a used level joins.
 
-        There is one number for each used level, innermost first. The number is 1 for
-        the innermost, whose parts are devices (`sizes`).
+        There is one number for each used level, innermost first. The parts of the
+        innermost level are single devices, so its number is 1. A part of another level
+        is a group of the used level below.
         """
         return tuple(math.prod(self.sizes[:level]) for level in range(len(self.sizes)))
 
@@ -252,8 +253,9 @@ def _counted(
         chosen: whether each axis takes part in the collective.
 
     Returns:
-        For each level, innermost first, the number of parts (devices, or groups of the
-        level below) divided by the number of the level's groups; it may be a fraction.
+        For each level, innermost first, the mean number of parts in a group of the
+        level; it may be a fraction. Only parts (devices, or groups of the level below)
+        and groups with devices of the set count.
     """
     order = [*np.flatnonzero(~np.array(chosen)), *np.flatnonzero(chosen)]
     members = math.prod(
@@ -328,12 +330,13 @@ def undominated_orders(
 ) -> Orders:
     """Finds for each mesh the axis orders that may be the fastest.
 
-    These are the orders that no other order dominates. An order dominates another order
-    if no axis has a smaller extent (`extents`) at any level and at least one axis has a
-    larger extent. Of orders with equal extents, only the first in lexicographic order
-    is kept (by the axes' positions in `axes`). A dropped order is no faster than some
-    order that is kept, if the seconds depend on the extents alone and never fall as an
-    extent shrinks.
+    The extent of an axis at a level is the number of its devices that share a group of
+    the level (`extents`); their traffic stays on the links inside the group. An order
+    dominates another order if no axis has a smaller extent at any level, and some axis
+    has a larger one. Orders that another order dominates are dropped. Of orders with
+    equal extents, only the first in lexicographic order is kept (by the axes' positions
+    in `axes`). No faster order is lost, provided that the seconds depend only on the
+    extents, and that a smaller extent never makes them shorter.
 
     Args:
         axes: axis names in the usual order, slowest-varying first.

@@ -188,9 +188,9 @@ def _multiplied(
 
 
 def _across(work: OperatorWork, sizes: Sizes) -> Any:
-    """Computes the elements that one device reads with a stride for an operator.
+    """Counts the elements that one device reads with a stride for an operator.
 
-    With a stride means across the order in memory. The elements of a matmul's
+    Elements that are read with a stride are apart in memory. The elements of a matmul's
     transposed result (`OperatorWork.turned`) count only if a mesh axis divides the
     contracted dim: XLA then cannot merge matmul and transpose.
     """

@@ -1,7 +1,7 @@
 """Seconds of a pipeline and its microbatches in flight, for three schedules.
 
-The inputs are seconds of stages and the numbers of stages, microbatches and chunks.
-The inputs of `pipeline_s` may be numpy arrays.
+The inputs are seconds of stages and the numbers of stages, microbatches and chunks. A
+chunk is a part of a stage's layers. The inputs of `pipeline_s` may be numpy arrays.
 
 Sources: GPipe arXiv 1811.06965; 1F1B and interleaving arXiv 2104.04473; memory of
 interleaving arXiv 2205.05198, section 4.2.3.
@@ -48,8 +48,8 @@ def in_flight(schedule: Schedule, stages: int, microbatches: int, chunks: int) -
     """Returns the number of microbatches whose activations the first stage keeps.
 
     No stage keeps more than the first. GPipe and circular keep all microbatches. 1F1B
-    on p stages keeps at most p microbatches; with v > 1 chunks per stage, it keeps the
-    activations of at most p + (p - 1) / v whole microbatches.
+    on p stages keeps at most p microbatches; with v > 1 chunks (parts of its layers)
+    per stage, it keeps the activations of at most p + (p - 1) / v whole microbatches.
 
     >>> in_flight("gpipe", 4, 16, 1), in_flight("1f1b", 4, 16, 1)
     (16, 4)

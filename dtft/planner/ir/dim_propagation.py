@@ -254,9 +254,10 @@ def gather(case: Case) -> Linked:
 
     Each device looks up the elements that it has.
 
-    A dim of the operand that is taken whole is divided like the result's dim. A dim
-    along which one element is taken may be divided; the results of the devices are then
-    summed. Dims along which several but not all elements are taken must not be divided.
+    A dim of the operand that is taken whole is divided like the dim of the result that
+    it becomes. A dim along which one element is taken may be divided; the results of
+    the devices are then summed. Dims along which several but not all elements are taken
+    must not be divided.
     """
     numbers, sizes = case.params["dimension_numbers"], case.params["slice_sizes"]
     operand, indices = case.operands[:2]

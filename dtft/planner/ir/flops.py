@@ -6,9 +6,9 @@ own counts; `PER_ELEMENT` holds the exceptions. Comparisons, selections, convers
 all operations on integers and booleans count 0, except matmuls and convolutions of
 integers: they run on the same units as those of floats and count like them.
 
-The products with padding of a convolution are counted. The products with the zeros
-between the elements of a dilated operand are not: so the gradient of a convolution with
-strides counts as many operations as its forward pass. A sort counts its comparisons. A
+A convolution's products with padding are counted. Its products with the zeros between
+the elements of a dilated operand are not counted: so the gradient of a convolution with
+strides has as many operations as its forward pass. A sort counts its comparisons. A
 matrix decomposition counts the leading term of its formula. Both count for any dtype.
 
 The operations of a kernel that XLA does not make come from a rule: cuDNN's attention
@@ -182,8 +182,9 @@ def register_kernel(
         platforms: platforms on whose devices the kernel runs: `cpu`, `cuda`, `rocm`,
             `tpu`; `()` if it runs on all or this is unknown. Its time is predicted for
             other devices too, and `plan.lints()` says that it does not run there.
-        needs_dtype: a dtype that devices must have a peak for to run the kernel, such
-            as `bfloat16` for kernels of NVIDIA's GPUs since Ampere; '' for none.
+        needs_dtype: the kernel runs only on devices that have a peak FLOP/s for this
+            dtype, such as `bfloat16` for kernels that need an NVIDIA GPU since Ampere;
+            '' if any device will do.
 
     Raises:
         ValueError: the planner has a rule for the name; or `dims` has no arrow, or
@@ -355,7 +356,7 @@ def _ragged_dot(operands: Arrays, results: Arrays, params: Mapping[str, Any]) ->
 def _attention(forward: bool) -> Count:
     """Makes the function that counts the operations of cuDNN's attention.
 
-    The forward pass has 2 matmuls, the backward pass has 5.
+    `forward` selects the pass: the forward pass has 2 matmuls, the backward pass has 5.
 
     Scores that a causal mask or a window hides are not counted, because they are not
     computed (Dao, FlashAttention-2, arXiv 2307.08691, section 3.1). The backward pass

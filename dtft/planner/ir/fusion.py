@@ -1,10 +1,11 @@
 """Fusion: the bytes that the kernels of a GPU or TPU read and write in device memory.
 
 XLA fuses operators that take little time to compute (`CHEAP`, such as elementwise ones)
-into kernels. A kernel reads arrays from memory, computes the operators between, and
-writes one array. The rules that decide which arrays are in memory were read from
-programs that XLA's GPU compiler had compiled (`experiments/fused_bytes.py`), and are
-assumed for TPUs. No number is fitted. The rules are:
+into kernels. A kernel reads arrays from memory, computes the operators that lead from
+these arrays to one further array, and writes this array. The rules that decide which
+arrays are in memory were read from programs that XLA's GPU compiler had compiled
+(`experiments/fused_bytes.py`), and are assumed for TPUs. No number is fitted. The rules
+are:
 
 * Operands and results of operators that are not `CHEAP`, such as products (matmuls,
   convolutions and custom kernels), arrays that loops slice, stack or carry, and results
@@ -136,15 +137,16 @@ def unfused_bytes(graph: Graph) -> dict[int, float]:
 
 
 def relabelled(operator: Operator, index: int) -> int:
-    """Returns the number of the operand that has the same elements as a result.
+    """Finds the operand that has the same elements as one of an operator's results.
 
-    Of an operator with as many operands as results, such as an optimization barrier,
-    this is the operand at the result's position, else the first operand.
+    If the operator has as many operands as results, as an optimization barrier has,
+    this is the operand at the position of the result. Otherwise it is the first
+    operand. Arrays are given by their index in `Graph.values`.
 
     Args:
         operator: a reshape, transpose or similar operator (`RELABELS`), or a reduction
             of dims of size 1.
-        index: the number of the result's array.
+        index: the index of the result.
     """
     if len(operator.inputs) == len(operator.outputs):
         return operator.inputs[operator.outputs.index(index)]
@@ -152,7 +154,10 @@ def relabelled(operator: Operator, index: int) -> int:
 
 
 class _Fusion:
-    """The arrays of a program that are in memory, and the kernels between them."""
+    """The arrays of a program that are in memory, and the kernels between them.
+
+    Arrays are given by their index in `Graph.values`.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -351,10 +356,15 @@ class _Fusion:
     ) -> None:
         """Marks reductions that another kernel also computes (`Kernel.merged`).
 
-        The large arrays of a reduction are the operands that have more elements than
-        its result. Another kernel also computes the reduction if it reads or writes all
-        of these, and its loop runs over as many elements. It must not read the
-        reduction's result. The reduction may read its result only as a large array.
+        The large arrays of a reduction are those that it reads and that have more
+        elements than its result. Another kernel also computes the reduction if:
+
+        * it reads or writes all of the large arrays;
+        * its loop runs over as many elements as the reduction's;
+        * it does not read the reduction's result;
+        * the array that it writes is a large array, or the reduction does not read it;
+        * it is not merged itself, and computes no reduction of rows.
+
         Reductions without a kernel of their own (`_is_merged`) are skipped.
 
         Args:

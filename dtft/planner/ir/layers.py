@@ -232,8 +232,9 @@ def _parts_of_weights(
 ) -> dict[int, Part]:
     """Finds the parts of the operators that compute weights, such as casts.
 
-    Such an operator is in the part that reads its results, wherever the program has the
-    operator. It is left out if several parts read its results.
+    Returns a map from the number of each such operator to the part that reads its
+    results, wherever the program has the operator. Operators in loops, and operators
+    whose results no part or several parts read, are left out.
 
     Args:
         graph: the step.

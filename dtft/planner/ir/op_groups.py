@@ -38,8 +38,8 @@ def awaited(graph: Graph, waits: Mapping[int, bool]) -> frozenset[int]:
 def _sources(graph: Graph, waits: Mapping[int, bool]) -> dict[int, list[int]]:
     """Maps each value to the values that its operator or loop computes it from.
 
-    `waits` says for the number of each operator whether it is marked. Results of marked
-    operators are left out.
+    Values are given by their index in `Graph.values`. `waits` says for the number of
+    each operator whether it is marked. Results of marked operators are left out.
     """
     sources: dict[int, list[int]] = {}
 
@@ -247,13 +247,15 @@ def _folded(
     """Returns the contracted dims of a matmul that XLA merges with a transpose.
 
     XLA exchanges the operands of a matmul of matrices, or of stacks of matrices, if the
-    transpose swaps rows and columns and nothing else reads the result. Returns () if
-    XLA does not merge matmul and transpose.
+    transpose swaps rows and columns, nothing else reads the matmul's result, and its
+    elements have 32 bits or more (`_NATIVE_BITS`). Returns () if XLA does not merge
+    matmul and transpose.
 
     Args:
         graph: the program.
-        turned: the transpose of the matmul's result.
-        product: the operator whose result is transposed, if nothing else reads it.
+        turned: a transpose.
+        product: the operator that computes the transposed array; None if no operator
+            does, or if something else reads this array, too.
     """
     if product is None or product.kind != "matmul" or len(product.contracted[0]) != 1:
         return ()
@@ -285,8 +287,8 @@ def _fused(graph: Graph, index: int, makers: Mapping[int, Operator]) -> set[int]
 
     XLA fuses the elementwise operators that compute the value into the copy, and
     recomputes them for other readers. Expensive functions, such as exp, divisions and
-    square roots, are not fused.
-    `makers` has the operator that computes each value.
+    square roots, are not fused. Values and arrays are given by their index in
+    `Graph.values`; `makers` has the operator that computes each value.
     """
     size, read, seen, open_ = graph.values[index].size, set[int](), {index}, [index]
     while open_:
@@ -308,7 +310,10 @@ def _is_fused(maker: Operator) -> bool:
 
 
 def _turns(graph: Graph, operator: Operator) -> bool:
-    """Whether an operator is a transpose that changes the last dim of size > 1."""
+    """Whether an operator is a transpose that puts another dim last.
+
+    Dims of size 1 are ignored.
+    """
     if operator.primitive != "transpose":
         return False
     before, after = (
@@ -423,9 +428,9 @@ def group_operators(
 
     Args:
         graph: the program.
-        alias: if layers repeat, map from a dim of any layer to the dim at the same
-            position that stands for all equal layers. A dim that is not in the map
-            stands for itself.
+        alias: if layers repeat, map from a dim of any layer to the dim that stands for
+            the dims at the same position of all equal layers. A dim that is not in the
+            map stands for itself.
         fuses: whether a compiler fuses operators into kernels. Otherwise each operator
             is a kernel, and loops copy nothing.
     """
@@ -509,11 +514,13 @@ def _copied(graph: Graph, alias: Mapping[int, int]) -> list[OpGroup]:
 
 
 def _waits(operator: Operator) -> bool:
-    """Whether an operator makes the forward or backward pass wait for its operands.
+    """Whether the forward or backward pass stands still until an operand has arrived.
 
-    False for operators of the update, for operators that XLA fuses (`CHEAP`, such as
-    elementwise ones), and for reductions, such as the second of two sums in the
-    gradient of a bias.
+    An operand arrives when the collective that reduces or gathers it has ended. True
+    for matmuls and other operators that XLA runs on their own. False for operators of
+    the update, and for operators that XLA fuses (`CHEAP`, such as elementwise ones).
+    False also for reductions: the gradient of a bias is a sum over sequences and then
+    over positions, and nothing else in the backward pass needs these sums.
     """
     passing = (*CHEAP, "reduction")
     return operator.kind not in passing and region(operator) != "update"

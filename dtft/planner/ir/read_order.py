@@ -187,7 +187,8 @@ def _loop_origins(graph: Graph) -> dict[int, int]:
     """Maps the carried and stacked values of loops to the values that they come from.
 
     A carried value in the body comes from the value before the loop. A value after the
-    loop, carried or stacked, comes from a result of the body.
+    loop, carried or stacked, comes from a result of the body. Values are given by their
+    index in `Graph.values`.
     """
     found = {outer: inside for loop in graph.loops for inside, outer in loop.stacked}
     for loop in graph.loops:
@@ -200,7 +201,8 @@ def _batch_dependent(graph: Graph, parameters: Collection[int]) -> set[int]:
     """Finds the values that depend on more than parameters and constants.
 
     These are all values that are computed from arguments other than parameters, or from
-    arrays that no operator makes (arrays of a `shard_map`).
+    arrays that no operator makes (arrays of a `shard_map`). Values and parameters are
+    given by their index in `Graph.values`.
     """
     made = {index for operator in graph.operators for index in operator.outputs}
     made.update(index for some in graph.successors.values() for index in some)

@@ -177,10 +177,10 @@ class _Blocks:
 def _container(jaxpr: Jaxpr, asked: _Blocks, *, wrap_last: bool) -> Jaxpr:
     """Cuts a program's equations into blocks and wraps each in `jax.checkpoint`.
 
-    The body of a scan is one block. The bodies of `jit` and similar calls are cut into
-    blocks too, if they have a scan or more than half of the program's operators. A last
-    block that is no body of a scan is wrapped only if `wrap_last`. `asked` says which
-    results a block keeps, and which equations must be in one block.
+    The body of a scan is one block. The body of a `jit` or similar call is cut into
+    blocks too, if it contains a scan, or has more than half of the program's operators.
+    A last block that is no body of a scan is wrapped only if `wrap_last`. `asked` says
+    which results a block keeps, and which equations must be in one block.
     """
     last_use = _last_uses(jaxpr)
     own = _num_operators(jaxpr)

@@ -156,8 +156,9 @@ class _Signatures:
     """Numbers operators by what they compute, in order to find repeated blocks.
 
     Two operators have one number if they are in the same loop, agree in primitive,
-    precision, operations and executions, have arrays of the same shapes and dtypes, and
-    the same dims of these arrays coincide.
+    precision, operations and executions, and have arrays of the same shapes and dtypes.
+    Also, if two dims of one operator's arrays are one dim, the dims at the same
+    positions of the other operator's arrays must be one dim, too.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -188,8 +189,8 @@ def _dims(graph: Graph, op: Operator) -> Iterator[int]:
 def _periods(kinds: np.ndarray, heavy: np.ndarray) -> list[int]:
     """Returns the distances, in operators, between equal `heavy` operators, ascending.
 
-    Counts the distances from each heavy operator to the next 16 (`_NEXT`) that are
-    equal to it.
+    These are the distances from each heavy operator to each of the next 16 (`_NEXT`)
+    operators that are equal to it.
 
     Args:
         kinds: number of each operator; equal operators have equal numbers.
@@ -209,9 +210,11 @@ def _runs(kinds: np.ndarray, periods: Iterable[int]) -> list[tuple[int, int, int
     `kinds` has a number for each operator, equal for equal operators; `periods` are the
     distances to try.
 
-    Returns start, length and period of each run, in operators; the length is without
-    the last period. Runs that cover the most operators are first; of runs that cover
-    equally many, the run with the shortest period is first.
+    Returns start, length and period of each run, in operators. The length is the number
+    of operators that have an equal one a period later, so a run covers length + period
+    operators. Runs with a length below the period are left out. Runs that cover the
+    most operators are first; of runs that cover equally many, the run with the shortest
+    period is first.
     """
     found: list[tuple[int, int, int]] = []
     for period in periods:

@@ -389,12 +389,14 @@ class Walk:
         """The values, operators, loops and dims that were collected so far."""
 
     def run(self, jaxpr: Jaxpr, operands: Sequence[Known], frame: Frame) -> list[Known]:
-        """Adds the operators of a body to the graph; returns the body's results.
+        """Adds the operators of a jaxpr to the graph; returns the jaxpr's results.
+
+        An argument or result is the index of its value, or a literal.
 
         Args:
-            jaxpr: the body.
-            operands: the arguments of the body.
-            frame: the loops and calls around the body, with the executions of its
+            jaxpr: the program, or a program that it calls.
+            operands: the arguments of the jaxpr.
+            frame: the loops and calls around the jaxpr, with the executions of its
                 operators.
         """
         constants = [self.found.value(var.aval) for var in jaxpr.constvars]
@@ -557,10 +559,10 @@ class Walk:
     def _shard_map(
         self, eqn: JaxprEqn, operands: list[Known], frame: Frame
     ) -> list[Known]:
-        """Walks a shard_map, whose arrays are one device's parts.
+        """Adds the operators of a shard_map; returns the shard_map's results.
 
-        When an array enters or leaves, the dims that its spec divides get new numbers.
-        Its other dims keep their numbers.
+        Inside, each array is one device's part. When an array enters or leaves, the
+        dims that its spec divides get new numbers. Its other dims keep their numbers.
         """
         params, (body,) = eqn.params, bodies(eqn)
         manual = params.get("newly_manual_axes", params.get("manual_axes", ()))
@@ -665,8 +667,8 @@ def _barred(eqn: JaxprEqn, operands: Sequence[Known]) -> Iterator[int]:
     """Yields the operands that `jax.checkpoint` puts behind an optimization barrier.
 
     These are the operands of a backward pass, unless the user allows CSE
-    (`prevent_cse=False`). Yields nothing for equations that are no backward pass of a
-    `jax.checkpoint`.
+    (`prevent_cse=False`), and without literals. An operand is given by the index of its
+    value. Yields nothing for equations that are no backward pass of a `jax.checkpoint`.
     """
     if eqn.primitive.name not in REMAT or not eqn.params["differentiated"]:
         return

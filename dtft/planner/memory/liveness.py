@@ -134,12 +134,14 @@ class InMemory:
         a cast computes it, which XLA may fuse into the matmul:
 
         * If the operand of the rectifier or cast is computed from a single array of its
-          size, all operators between are fused, and this array has the buffer.
-        * If the operand of a cast is computed from several arrays of its size, only the
-          cast is fused, and its operand has the buffer.
+          size, all operators from this array to the matmul are fused, and this array
+          has the buffer.
+        * If the operand is computed from several arrays of its size, a cast alone is
+          fused, and its operand has the buffer. A rectifier is not fused.
         * A cast to fewer bytes is not fused, because the matmul would read more bytes:
           its result has the buffer. Examples are a softmax or a norm in float32 and the
-          parameters in mixed precision, each kept for the backward pass.
+          parameters in mixed precision, each kept for the backward pass. With
+          `keeps_all`, such a cast is fused like any other.
         """
         while (maker := self.makers.get(index)) and maker.primitive == "copy":
             index = maker.inputs[0]
@@ -612,11 +614,13 @@ class _Walk:
 
         A fused operator that reads a sum over rows, as in a softmax or its gradient, is
         part of a kernel that works row by row, and reuses no buffer, except in two
-        cases. In the backward pass it reuses a buffer if the forward pass saves all
-        values (`keeps_all`, as at ZeRO level 3). If it also reads the result of a
-        scatter of equal bytes for the last time, it reuses the buffer of another value,
-        provided that a row has more than 16384 elements (`LONGEST_ROW`) or a mesh axis
-        divides the row's dim.
+        cases:
+
+        * The operator is in the backward pass, and the forward pass saves all values
+          (`keeps_all`, as at ZeRO level 3).
+        * The operator is the last reader of a scatter's result with equal bytes. It
+          then reuses the buffer of another value, if a row has more than 16384 elements
+          (`LONGEST_ROW`) or a mesh axis divides the row's dim.
 
         Args:
             operator: the operator.

@@ -100,13 +100,14 @@ class Timeline:
         return follow(self.scheduled, keeps_all=self.below is not None)
 
     def read_from(self, index: int) -> frozenset[int]:
-        """Finds the values whose buffers an operator reads to read a given value.
+        """Finds the values whose buffers the readers of a given value read.
 
         This is the value itself if it has a buffer. A value without a buffer is an
         alias of another value, or is fused: its readers compute it from other values.
+        Values are given by their index in `Graph.values`.
 
         Args:
-            index: the index of the value in the program.
+            index: the index of the value.
         """
         return self._lifetimes.roots.get(index, frozenset((index,)))
 
@@ -157,7 +158,10 @@ class Timeline:
 
     @cached_property
     def from_loops(self) -> frozenset[int]:
-        """Values that a loop computes part by part: stacked and carried results."""
+        """Values that a loop computes part by part: stacked and carried results.
+
+        Values are given by their index in `Graph.values`.
+        """
         loops = self.graph.loops
         found = {outer for loop in loops for _, outer in loop.stacked}
         return frozenset(found | {v for loop in loops for *_, v in loop.carried})

@@ -97,10 +97,10 @@ def _unless_slower(plan: Plan, decision: Decision, cluster: Cluster) -> Plan:
     """Returns the faster of two plans for the changed cluster.
 
     The one is `plan`, the other the best plan with the mesh that was selected for the
-    unchanged cluster, if such a plan exists and fits. Some devices of this mesh repeat
-    the work of others. The ranking prefers meshes without such devices, even if they
-    are up to 4 times as slow (`IDLE`). Without the comparison, a step on a faster
-    cluster could be reported to take longer.
+    unchanged cluster, if such a plan exists and fits. The comparison is for decisions
+    in which some devices of this mesh repeat the work of others. The ranking prefers
+    meshes without such devices, even if they are up to 4 times as slow (`IDLE`). So
+    without the comparison, a step on a faster cluster could be reported to take longer.
 
     Args:
         plan: the best plan for the changed cluster.

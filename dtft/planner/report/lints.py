@@ -146,7 +146,7 @@ def _at(decision: Decision, asked: int, batch: int) -> Nearby | None:
 
 
 def batch_text(decision: Decision) -> tuple[str, float]:
-    """Describes how many seconds a batch costs that the devices do not divide evenly.
+    """Describes the seconds lost because the devices do not divide the batch evenly.
 
     Returns a text ('' for nothing to report) and the seconds of a step that another
     batch would save:
@@ -786,7 +786,8 @@ def _spec(plan: Plan, path: str) -> Spec:
 def constants(decision: Decision) -> tuple[Lint, ...]:
     """Finds arrays that the step or loss closes over, if they take much memory.
 
-    They take much if they have at least `_LEAST_BYTES`, and `_SHARE` of a device.
+    They take much if they have at least 1 MiB (`_LEAST_BYTES`), and at least 1 %
+    (`_SHARE`) of a device's memory.
     """
     question, plan = decision.question, decision.plan
     num_bytes = question.constant_bytes

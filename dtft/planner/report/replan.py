@@ -36,8 +36,9 @@ class PinPrice:
 def pin_prices(decision: Decision) -> tuple[PinPrice, ...]:
     """Computes how many seconds of a step each pin (a setting fixed by the user) costs.
 
-    The entry of a pin compares with the best plan without this pin, but with all other
-    pins. If there are several pins, the last entry is for all pins together.
+    The entry of a pin compares the decision's plan with the best plan without this pin,
+    but with all other pins. If there are several pins, the last entry is for all pins
+    together.
     """
     pins = dict(decision.pins)
     ways = [{name: value} for name, value in pins.items()]
@@ -159,7 +160,7 @@ def _found(decision: Decision, pins: Mapping[str, Any]) -> Decision:
 
     Raises:
         ValueError: no mesh has the pins; or only meshes of fewer devices have them, and
-            some devices of the best one repeat the work of others.
+            in the best of these meshes some devices repeat the work of others.
     """
 
     def best(fewer: Fewer) -> Decision:

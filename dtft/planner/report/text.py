@@ -246,7 +246,7 @@ def knobs_text(knobs: Knobs) -> str:
 
 
 def name_of(alternative: Alternative) -> str:
-    """Returns the rule of thumb that an alternative follows, such as `fsdp`, or `-`."""
+    """Returns the rule of thumb that an alternative follows (`fsdp`); `-` for none."""
     return alternative.name or "-"
 
 
@@ -339,7 +339,7 @@ def waterfall(plan: Plan) -> Section:
 
 
 def compute(plan: Plan) -> tuple[Section, ...]:
-    """Tabulates the compute seconds by kind of work, and of the slowest operators.
+    """Tabulates the compute seconds of each kind of work and of the slowest operators.
 
     Returns () for a plan without seconds by kind of work, such as a plan from an older
     file.

@@ -65,9 +65,9 @@ def attention_scores(question: Workload) -> dict[frozenset[int], tuple[int, ...]
 def without_scores(question: Workload) -> Workload:
     """Returns a workload whose attention scores take no memory.
 
-    A fused kernel of attention keeps scores on the chip. Its other costs are those of
-    the workload: the matmuls, and the operations of the softmax. JAX's dtype `float0`
-    has elements without bytes.
+    So the workload costs as much as with a fused kernel of attention, which keeps
+    scores on the chip. Its matmuls and the operations of its softmax stay. The scores
+    get JAX's dtype `float0`, whose elements have no bytes.
     """
 
     def hidden(one: Workload) -> Graph:

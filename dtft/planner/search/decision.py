@@ -264,9 +264,9 @@ def decide(
 
     Raises:
         ValueError: the devices are not equal, JAX does not run on them, there are more
-            than `MOST_DEVICES`, the pins cannot be met, there is no candidate, or no
-            plan fits. In the last case the error
-            gives the missing bytes and the changes after which a plan fits.
+            than 2**20 (`MOST_DEVICES`), the pins cannot be met, there is no candidate,
+            or no plan fits. In the last case the error gives the missing bytes and the
+            changes after which a plan fits.
     """
     fewer: Fewer = "never" if whole else "if faster"
     decision = best_of(question, cluster, pins, what_if=what_if, fewer=fewer)
@@ -312,7 +312,8 @@ def best_of(
 
     Raises:
         ValueError: the devices are not equal, JAX does not run on them, there are more
-            than `MOST_DEVICES`, the pins cannot be met, or there is no candidate.
+            than 2**20 (`MOST_DEVICES`), the pins cannot be met, or there is no
+            candidate.
     """
     pins, pool = dict(pins or {}), cluster.uniform
     check_num_devices(pool)
@@ -352,8 +353,10 @@ def _best_of(
         pins: axis sizes and other settings that the user has fixed.
         what_if: searches settings that cannot be run too; see `decide`.
         batch: the batch that meshes must divide.
-        fewer: smaller numbers of devices, whose meshes are searched too. () searches
-            them only if no mesh of all devices divides the batch, None never.
+        fewer: numbers of devices below all, whose meshes are searched too. Even if it
+            is (), meshes of fewer devices are searched if no mesh of all devices
+            divides the batch (`MeshRules.fewer`). With None, only meshes of all devices
+            are searched.
     """
     pool = cluster.uniform
     runs_on = backend(pool)

@@ -52,9 +52,9 @@ def elimination_order(
 
     The order is greedy (minimum fill). In a graph of the variables, edges join those
     that share a table. Elimination of a variable adds edges between its neighbors. The
-    next variable is the one whose elimination adds the fewest edges. Of several such
-    variables, it is the one that creates the smallest table, if they add edges at all;
-    then the one with the highest number. For a chain that is numbered from end to end,
+    next variable is the one whose elimination adds the fewest edges. Ties go to the
+    variable that creates the smallest table, unless the tied variables add no edges.
+    Further ties go to the highest number. For a chain that is numbered from end to end,
     and for a tree whose parents have lower numbers than their children, the order is
     the reverse of the numbers.
 
@@ -312,8 +312,8 @@ def _substituted(
     """Finds the assignment of least cost by back-substitution.
 
     The variables get their values in the reverse of `order`: each takes the value for
-    which its bucket has the least sum, given the values of the variables before. These
-    are all other variables of the bucket.
+    which its bucket has the least sum. All other variables of the bucket have their
+    values by then.
 
     Args:
         sizes: the number of values of each variable.

@@ -73,7 +73,7 @@ def check_num_devices(pool: Pool) -> None:
     """Checks that a pool is not too large to enumerate its meshes.
 
     Raises:
-        ValueError: the pool has more than `MOST_DEVICES` devices.
+        ValueError: the pool has more than 2**20 devices (`MOST_DEVICES`).
     """
     if pool.num_devices > MOST_DEVICES:
         raise ValueError(
@@ -411,8 +411,8 @@ def _numbers(columns: _Columns, known: list[Baseline]) -> np.ndarray:
     """Finds the rule of thumb (baseline) that each candidate follows; int [candidates].
 
     A baseline is given by its number (position in `BASELINES`); 0 for none. A candidate
-    follows a baseline if it has its axis sizes, and the ZeRO level 0, or the highest
-    level among the candidates if the baseline divides the state.
+    follows a baseline if it has the baseline's axis sizes and ZeRO level. This level is
+    0, or for a baseline that divides the state, the highest level of the candidates.
 
     Args:
         columns: the candidates, with columns for the axis sizes and `zero`.
@@ -450,8 +450,9 @@ def _with_orders(
 ) -> Space:
     """Combines candidates with the orders of their axes that may be best on the fabric.
 
-    A baseline (mesh of a common rule of thumb) stays a baseline only in its first
-    order. A baseline without room for its state is kept only in its first order.
+    Each candidate becomes one candidate for each of these orders. If it is a baseline
+    (mesh of a common rule of thumb), only the one with the first order still counts as
+    a baseline. The others are left out if their state has no room.
 
     Args:
         columns: the candidates, with the column `room` (whether their state has room).
@@ -537,7 +538,7 @@ meshes of each of these numbers."""
 def worthwhile(
     question: Workload, pins: Mapping[str, Any], num_devices: int, batch: int
 ) -> tuple[int, ...]:
-    """Returns numbers of devices, below all devices, that can divide the work evenly.
+    """Returns smaller numbers of devices that can divide the work evenly.
 
     Returns up to three numbers (`_MOST`): the largest that divide the batch, or the
     batch times the size of a weight's dim. The data axes can then divide the batch, and

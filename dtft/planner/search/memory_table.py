@@ -293,9 +293,10 @@ class Resting:
 
         Returns:
             The distinct results, and for each point the index of its result, int
-            [points]. A result is `division` with the axes that divide gradients, but
-            not their parameters in use (`ShardingAssignment.rest`); and with `tensor`
-            as a spare axis (`spare`) where it is larger than one.
+            [points]. A result is a copy of `division` in which two fields are set.
+            `rest` has the axes that divide gradients, but not their parameters in use.
+            `spare` has `tensor` if it is larger than one: along it devices repeat
+            operators that it does not divide.
         """
         values = {str(n): one.value for n, one in enumerate(self.arrays["parameter"])}
         placed = [self._placed(value, division) for value in values.values()]

@@ -234,8 +234,8 @@ class MeshRules:
     def _least_parts(self) -> int:
         """The least number of parts into which a mesh should divide the batch: two.
 
-        It is one if the batch is one sample, or if no axis may divide the batch: the
-        search has none, or the user has fixed the size of each at one.
+        It is one if the batch is one sample, or if no axis may divide the batch. This
+        is so if each data axis is not searched, or fixed by the user at size one.
         """
         free = [
             axis

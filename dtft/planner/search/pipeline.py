@@ -64,8 +64,8 @@ def layers_of(question: Workload, device: DeviceType) -> LayerStack | None:
     """Finds the repeated layers of a workload; None if it has no repeated layers.
 
     The result also has the shares of three parts in a step's time: the operators before
-    the layers, the layers, and the operators after them. The time is that in which
-    elementwise and similar operators are fused into others, also on CPU.
+    the layers, the layers, and the operators after them. The time is computed as if all
+    elementwise and similar operators were fused, also on CPU.
 
     Args:
         question: the workload.
@@ -329,13 +329,14 @@ class Staged:
     def _joined(
         self, bundles: Mapping[Bundle, Total], points: np.ndarray
     ) -> np.ndarray:
-        """Computes the seconds per step of bundles (combined collectives).
+        """Computes the seconds per step of all bundles together, at each point.
 
-        The seconds are on fast links and on networks (`LINK_SCALES`); float [points,
-        2].
+        A bundle is a set of combined collectives. The seconds are on fast links and on
+        networks (`LINK_SCALES`); float [points, 2].
 
         Args:
-            bundles: for each bundle, the bytes that a device sends each time.
+            bundles: for each bundle, the bytes that a device sends each time that the
+                bundle is sent.
             points: indices of points (meshes with a number of microbatches).
         """
         found = np.zeros((len(points), 2))

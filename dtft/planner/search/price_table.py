@@ -123,8 +123,8 @@ class Columns:
     def lies(self, axes: Axes) -> tuple[np.ndarray, DeviceGroups]:
         """Finds the device group of a collective over some axes, for each point.
 
-        A point is a mesh and a number of microbatches. A group is the number of members
-        that the devices of a collective have on each level of the fabric.
+        A point is a mesh and a number of microbatches. A group is given by the number
+        of parts that each level of the fabric joins (`DeviceGroup.sizes`).
 
         Args:
             axes: the axes of the collective.
@@ -140,8 +140,8 @@ class Columns:
     def all_lie(self, several: Iterable[Axes]) -> tuple[list[np.ndarray], DeviceGroups]:
         """Finds the device groups of collectives over each of several sets of axes.
 
-        A group is the number of members that the devices of a collective have on each
-        level of the fabric. The groups of all sets are numbered together.
+        A group is given by the number of parts that each level of the fabric joins
+        (`DeviceGroup.sizes`). The groups of all sets are numbered together.
 
         Args:
             several: the sets of axes; not empty.
@@ -165,7 +165,7 @@ class Columns:
         """Finds the device groups of a collective over some axes, for each mesh.
 
         Returns the index of each mesh's group, int [meshes]; and the distinct groups. A
-        group has the number of members on each level of the fabric.
+        group is given by the number of parts that each level of the fabric joins.
         """
         levels = tuple(level.size for level in self.pool.levels)
         sizes = np.ones((len(self._meshes), len(levels)))
@@ -183,22 +183,23 @@ class Columns:
         return of, DeviceGroups(sizes=sizes[first], links=links)
 
     def divided(self, divisors: Iterable[Axes]) -> Cases:
-        """Groups the points into cases: what the axes divide has one size in a case.
+        """Partitions the points into cases by products of the sizes of axes.
 
         A point is a mesh and a number of microbatches. Each entry of `divisors` is a
-        set of axes, which divide a quantity (such as the rows of an array) by the
-        product of the axes' sizes in the point's mesh. Points for which all these
-        products are equal are one case.
+        set of axes that divide one quantity, such as the rows of an array. They divide
+        it by the product of their sizes at the point. Two points are in one case if
+        each entry has the same product at both.
         """
         key = frozenset(divisors)
         return self._known(key, lambda: [self.parts(axes) for axes in sorted(key)])
 
     def sending(self, axes: Axes, divisors: Iterable[Axes]) -> Cases:
-        """Makes cases of points at which a collective takes equally long.
+        """Partitions the points into cases in which a collective takes equally long.
 
-        A point is a mesh and a number of microbatches. Two points are in one case if
-        for each set of axes in `divisors` the product of their sizes is equal, and if a
-        collective over `axes` has equally many members on each level of the fabric.
+        A point is a mesh and a number of microbatches. Two points are in one case if a
+        collective over `axes` has the same device group at both (`lies`), and if the
+        sizes of each set of axes in `divisors` have the same product. One set divides
+        the bytes of the collective; another may give the number of its sends.
         """
         key = frozenset(divisors)
         columns = [self.parts(each) for each in sorted(key)]
@@ -490,7 +491,7 @@ class Rates:
 
         A bundle is a set of collectives that the compiler may combine, a point a mesh
         and a number of microbatches. All bundles of one kind of collective are computed
-        at once. What counts is as in `together_s`.
+        at once. The seconds include transfers and sync skew as in `together_s`.
         """
         columns, platform = self.columns, self.columns.pool.device.platform
         found = [np.zeros(0)] * len(joined)
@@ -525,7 +526,8 @@ class Rates:
         bundle gets 0.
 
         Args:
-            together: for each bundle, the bytes that a device sends each time.
+            together: for each bundle, the bytes that a device sends each time that the
+                bundle is sent.
             points: indices of points (meshes with a number of microbatches).
         """
         found: list[tuple[_Joined, np.ndarray]] = []

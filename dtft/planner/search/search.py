@@ -355,8 +355,8 @@ class PlanSearch:
     ) -> list[Part]:
         """Pairs each division with the indices of the candidates that use it.
 
-        If the software lets `tensor` divide positions (of tokens), the divisions are
-        extended by this. Candidates whose point has no division are left out.
+        If the software lets `tensor` divide positions (of tokens), `tensor` divides
+        them in the result, too. Candidates whose point has no division are left out.
 
         Args:
             of: the point (mesh and number of microbatches) of each candidate.

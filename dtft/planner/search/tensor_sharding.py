@@ -103,7 +103,8 @@ class Chooser:
 
         Args:
             prices: computes the prices of the program's operators.
-            base: which other axes divide which dims; `axis` divides none of these dims.
+            base: the division by the other axes: which axes divide which dims. `axis`
+                divides no dim that another axis divides.
             axis: the axis whose dims are selected.
             dims: dims that the axis may divide (`candidates`) if their sizes allow it.
         """
@@ -249,11 +250,11 @@ class Chooser:
         return found
 
     def _respects(self, tables: Tables) -> Iterable[Cases]:
-        """Returns partitions of the points by what the costs in the tables depend on.
+        """Returns partitions of the points that together tell where costs are equal.
 
-        A point is a mesh and a number of microbatches, the costs are seconds. Two
-        points that share a case in each of the partitions have equal costs, and the
-        axis has the same size in both.
+        A point is a mesh and a number of microbatches. The costs are the seconds in
+        `tables`. Two points that share a case in each of the partitions have equal
+        costs, and the axis has the same size in both.
         """
         found = {self._prices.columns.divided([(self._axis,)]): None}
         for choices in tables.values():

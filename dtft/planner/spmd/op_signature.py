@@ -110,9 +110,12 @@ class Instance:
     def key(self, division: ShardingAssignment) -> PatternKey:
         """Returns what the work of a device depends on in a division.
 
-        This is a tuple with the axes of each dim, whether the backend has
-        reduce-scatter, and what matters for shared axes and divided gradients. Two
-        operators with the same pattern and equal keys have equal work.
+        The key is a tuple. It has the axes of each dim, and whether the backend has
+        reduce-scatter. If one axis divides several dims, it also has the dim of each
+        array that gets its axes first. If axes divide a result further, as those of
+        gradients at ZeRO levels 2 and 3, it has these axes, and the spare axes
+        (`ShardingAssignment.spare`). Two operators with the same pattern and equal keys
+        have equal work.
 
         Args:
             division: which mesh axes divide which dims.

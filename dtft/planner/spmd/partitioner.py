@@ -493,11 +493,11 @@ class _Placed(WorkDims):
         )
 
     def _turned_by(self) -> Axes:
-        """Lists the mesh axes for which the operator reads transposed results strided.
+        """Lists the axes that divide contracted dims of transposed matmul results.
 
-        The operator may read transposed results of matmuls. These axes divide the
-        contracted dims of the matmuls (`Operator.turned_over`). If one of the axes is
-        larger than 1, the elements in `OperatorWork.turned` are read with a stride.
+        The operator reads these results, whose elements `OperatorWork.turned` counts.
+        It reads them with a stride if one of the axes is larger than 1. The contracted
+        dims are those in `Operator.turned_over`; returns () if it is empty.
         Microbatches do not count as an axis here.
         """
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
@@ -579,9 +579,10 @@ class _Placed(WorkDims):
         """Adds the collectives of a scatter whose rows are divided among spare axes.
 
         Spare axes (`ShardingAssignment.spare`) divide no dim of the scatter, so the
-        devices along them would all compute the same sums. Instead, XLA gives each of
-        these devices other rows: an all-reduce over `partial` sums the rows of one
-        device, and a permute sends them to the devices that keep the rows.
+        devices along them would all compute the same sums. Instead, XLA divides the
+        rows of the result among these devices. An all-reduce over `partial` adds up the
+        partial sums of a device's rows. A permute then sends each row to the devices
+        that have it under the axes `kept` and `further`.
 
         Args:
             value: the result.
@@ -597,13 +598,14 @@ class _Placed(WorkDims):
     def _add_up(self, value: Value, wanted: Axes, partial: Axes) -> None:
         """Adds the collectives that add up partial sums of a result.
 
-        The first one is a reduce-scatter over the axes that are both in `partial` and
-        in `wanted`. The next ones are all-reduces over the other axes of `partial`.
+        These are a reduce-scatter over the axes that are both in `partial` and in
+        `wanted`, and then an all-reduce over the other axes of `partial`.
 
-        On CPU, the first one is an all-reduce, and exists only for matmuls,
-        convolutions and kernels, and only if there are no spare axes (axes along which
-        devices would repeat the operator). All other operators on CPU have all-reduces
-        over all axes of `partial`.
+        CPU has no reduce-scatter. There, matmuls, convolutions and kernels without
+        spare axes (axes along which devices would repeat the operator) have an
+        all-reduce in its place. All other operators have no collective in its place:
+        they all-reduce over all axes of `partial`. The last all-reduce is divided into
+        one for each group of axes (`_together`).
 
         Args:
             value: the result.

@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def ffn_width(self) -> int:
-        """Width of one feed-forward part."""
+        """Inner width of one feed-forward part; with experts, of one expert."""
         return self.ffn or 4 * self.hidden
 
     @property
@@ -61,7 +61,7 @@ class Shape:
     def expert_parameters(self) -> int:
         """The number of parameters in the matrices of one feed-forward part of a layer.
 
-        Biases are left out.
+        With experts, each expert is such a part. Biases are left out.
         """
         return (3 if self.gated else 2) * self.hidden * self.ffn_width
 
@@ -199,7 +199,7 @@ class ParallelLayout:
 
     @property
     def replicas(self) -> int:
-        """The number of copies of each expert: `dp` divided by `ep`.
+        """The number of devices along `dp` with equal experts: `dp` divided by `ep`.
 
         ZeRO divides state over this number of devices.
         """
