@@ -67,10 +67,10 @@ class BenchmarkSizes:
     elements: int
     """Side of the square array on which element-wise operations are timed. The array
     fits into cache."""
-    strided: int | None
-    """Side of a square array, as large as a weight, whose transposed read is timed.
-    None: not measured, because the compiler stores arrays in the order in which they
-    are read."""
+    strided: tuple[int, int] | None
+    """Sides of two square arrays whose transposed reads are timed: of 1 MiB, and of 4
+    MiB, which is more than the cache of a core has. None: not measured, because the
+    compiler stores arrays in the order in which they are read."""
     kinds: tuple[CollectiveKind, ...]
     """Kinds of collectives to measure. The other kinds use the curve that is fitted to
     all measured kinds."""
@@ -131,7 +131,7 @@ CPU = BenchmarkSizes(
     convolutions=((8, 16, 8), (8, 8, 32), (4, 8, 128)),
     images=(8, 16, 32),
     elements=128,
-    strided=512,
+    strided=(512, 1024),
     kinds=("all_reduce", "all_gather", "all_to_all", "permute"),  # XLA:CPU has no more
     collectives=_powers(2**12, 2**23, 8),
     meeting=(2**16,),
@@ -254,8 +254,10 @@ def _compute(
     device, fits["elements"] = fit_elements(device, _elements(mesh, sizes))
     if sizes.strided is not None:
         _say("transposed arrays ...")
-        across = microbenchmarks.strided_s(mesh, sizes.strided, sizes.pace)
-        made = replace(device.efficiency, strided_s=across)
+        near, far = (
+            microbenchmarks.strided_s(mesh, side, sizes.pace) for side in sizes.strided
+        )
+        made = replace(device.efficiency, strided_s=near, strided_far_s=far)
         device = replace(device, efficiency=made)
     for number, dtype in enumerate(sizes.dtypes):
         _say(f"matmuls of {dtype} ...")

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         memory_bound,
         memory_s,
         shape_factor,
+        strided_s,
     )
     from dtft.planner.cost.fitting import (
         CalibrationFit,
@@ -126,6 +127,7 @@ _PUBLIC = {
     "matmul_s": "compute",
     "members": "mesh_topology",
     "memory_s": "compute",
+    "strided_s": "compute",
     "memory_bound": "compute",
     "pipeline_s": "pipeline",
     "read_log": "calibration",
@@ -183,6 +185,7 @@ __all__ = [
     "matmul_s",
     "members",
     "memory_s",
+    "strided_s",
     "memory_bound",
     "pipeline_s",
     "read_log",

@@ -270,6 +270,42 @@ def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
     return moved / (device.memory_bandwidth * efficiency.memory)
 
 
+NEAR_BYTES, FAR_BYTES = 2**20, 2**22
+"""Bytes of an array up to which `Efficiency.strided_s` holds, and from which
+`Efficiency.strided_far_s` holds."""
+
+
+def strided_s(device: DeviceType, num_elements: Any, array_bytes: Any) -> Any:
+    """Computes the extra seconds to read elements with a stride.
+
+    With a stride means across the order in memory. Each read then loads a cache line of
+    which it needs one element. If a cache holds the lines until the reads of their
+    other elements, a line is loaded once; else once for each element. At strides of a
+    power of two, as most weights have, a cache holds them if it holds the whole array.
+
+    Args:
+        device: the device type, with its seconds for arrays of up to `NEAR_BYTES` and
+            from `FAR_BYTES` on. Between the two, the logarithm of the seconds grows
+            with that of the bytes.
+        num_elements: the number of elements that are read.
+        array_bytes: bytes on the device of the array with these elements.
+
+    >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
+    ...     memory_bandwidth=1.0, peak_flops={"float32": 1},
+    ...     efficiency=Efficiency(strided_s=1e-9, strided_far_s=9e-9))
+    >>> [round(float(1e9 * strided_s(device, 1, mib * 2**20))) for mib in (1, 2, 4, 8)]
+    [1, 3, 9, 9]
+    """
+    near = device.efficiency.strided_s
+    if near == 0:
+        return 0.0 * np.asarray(num_elements, float)[()]
+    growth = max(1.0, device.efficiency.strided_far_s / near)
+    held = np.clip(np.asarray(array_bytes, float), NEAR_BYTES, FAR_BYTES) / NEAR_BYTES
+    return (
+        num_elements * near * growth ** (np.log(held) / np.log(FAR_BYTES / NEAR_BYTES))
+    )
+
+
 def elementwise_s(
     device: DeviceType,
     num_bytes: Any,

@@ -18,6 +18,7 @@ from dtft.planner.cost.compute import (
     elementwise_s,
     matmul_s,
     memory_s,
+    strided_s,
 )
 from dtft.planner.cost.mesh_topology import group_of
 from dtft.planner.ir import (
@@ -146,7 +147,7 @@ def computing_s(
         return seconds + copied + _copying_s(device, work, sizes)
     simple, special = work.flops.at(sizes), work.special.at(sizes)
     if operator.kind in CHEAP:
-        across = _across(work, sizes) * device.efficiency.strided_s
+        across = strided_s(device, _across(work, sizes), work.writes[0].at(sizes))
         share = device.efficiency.fuse if on_cpu and not cold else moved
         return elementwise_s(device, own * share, simple, special, cold=cold) + across
     each = 1 / (device.peak(dtype, precision) * device.efficiency.e0)
@@ -208,8 +209,9 @@ def _copying_s(device: DeviceType, work: OperatorWork, sizes: Sizes) -> Any:
     """
     if not work.operator.strided or not work.reads[0].total:
         return 0.0
-    part = work.reads[0].at(sizes) / work.reads[0].total
-    return work.operator.strided * part * device.efficiency.strided_s
+    array_bytes = work.reads[0].at(sizes)
+    elements = work.operator.strided * array_bytes / work.reads[0].total
+    return strided_s(device, elements, array_bytes)
 
 
 def runs(work: OperatorWork, sizes: Sizes) -> Any:

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from dtft.planner.cluster import Link
-from dtft.planner.cost import Away, away
+from dtft.planner.cost import Away, away, strided_s
 from dtft.planner.ir import Value
 from dtft.planner.memory import LivenessTrace, PeakModel, Timeline
 from dtft.planner.search.price_table import (
@@ -219,18 +219,18 @@ class Resting:
         for level in np.unique(zero).tolist() if each else ():
             some = points[zero == level]
             often = self._columns.parts((MICRO,))[some] if level == 3 else 1
-            found[zero == level] = each * often * self._turned(division, level).at(some)
+            found[zero == level] = often * self._turning_s(division, level).at(some)
         return found
 
-    def _turned(self, division: ShardingAssignment, zero: int) -> Total:
-        """Counts the elements that a device transposes after gathering parameters.
+    def _turning_s(self, division: ShardingAssignment, zero: int) -> Total:
+        """Computes the seconds in which a device transposes gathered parameters.
 
-        These are the elements of the parameters that ZeRO divides along their last dim
-        of more than one element: an all-gather writes the pieces one after another, so
-        the elements of a row are apart. The count, for each point (mesh and number of
-        microbatches), is per microbatch at ZeRO level 3, and per step at other levels.
+        These are the parameters that ZeRO divides along their last dim of more than one
+        element: an all-gather writes the pieces one after another, so the elements of a
+        row are apart. The seconds, for each point (mesh and number of microbatches),
+        are per microbatch at ZeRO level 3, and per step at other levels.
         """
-        total = Total()
+        total, device = Total(), self._columns.pool.device
         for alike, count in self.arrays["parameter"].items():
             value = alike.value
             num_slices = loop_slices(value, self._loops)
@@ -239,8 +239,10 @@ class Resting:
                 continue
             cases, used, place = self._placed(value, division)
             turned = turned_place(value)
-            part = ShardedSize(total=how.times * value.size, axes=used).at(cases.sizes)
-            total.add(cases, count * part * ((place == turned) & (place >= 0)))
+            part = ShardedSize(total=value.size, axes=used).at(cases.sizes)
+            array_bytes = part * value.num_bytes / max(value.size, 1) / num_slices
+            seconds = strided_s(device, count * how.times * part, array_bytes)
+            total.add(cases, seconds * ((place == turned) & (place >= 0)))
         return total
 
     def _gather(

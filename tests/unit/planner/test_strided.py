@@ -222,13 +222,27 @@ def _planned(
     each_s: float,
     pins: Mapping[str, object],
     widths: tuple[int, ...] = (32, 64, 64, 32),
+    far_s: float = 0.0,
 ) -> Plan:
     cluster = Cluster.parse("8xcpu")
     pool = cluster.uniform
-    made = replace(pool.device.efficiency, strided_s=each_s)
+    made = replace(pool.device.efficiency, strided_s=each_s, strided_far_s=far_s)
     pool = replace(pool, device=replace(pool.device, efficiency=made))
     given = {"microbatches": 1, "remat": "none", **pins}
     return decide(_mlp(widths), replace(cluster, pools=(pool,)), given).plan
+
+
+@pytest.mark.parametrize("replicas, each_s", [(1, 0.0), (8, 9 * EACH_S)])
+def test_a_large_gradient_is_read_line_after_line_anew(
+    replicas: int, each_s: float
+) -> None:
+    pins, widths = {"replica": replicas, "tensor": 8 // replicas}, (1024, 1024)
+    plain, paid = (
+        _planned(each, pins, widths, 9 * each).prediction.terms
+        for each in (0.0, EACH_S)
+    )
+    grown = paid["optimizer"] - plain["optimizer"]
+    assert grown == pytest.approx(2 * 1024 * 1024 * each_s)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
