@@ -573,9 +573,10 @@ class Workload:
     def aligned(self, division: ShardingAssignment) -> ShardingAssignment:
         """Converts a sharding assignment for dims of `graph` to one for `program`.
 
-        If the user gave a loss, `program` is the loss alone, and its dims get the mesh
-        axes of the equal dims of `graph`. If the user gave a whole step, `program` is
-        `graph`, and the assignment is returned unchanged.
+        If the user gave a loss, `program` is the loss, traced alone, with dims of its
+        own. Each of them gets the mesh axes of the dim of `graph` that corresponds to
+        it, as the same dim of the same array. If the user gave a whole step, `program`
+        is `graph`, and the assignment is returned unchanged.
         """
         if self.program is self.graph:
             return division

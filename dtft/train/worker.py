@@ -805,8 +805,8 @@ class TrainerProcess:
         """Waits until the training thread has ended; returns its error, or None.
 
         After the order to leave, the thread has at least 0.2 s (`PATIENCE_S`) to end.
-        If it still computes then, and the next slot may be taken without its end
-        (`_can_leave_behind`), this returns LeaveOrdered and does not wait longer.
+        If it is still running then, and the process may take its next slot beside it
+        (`_can_leave_behind`), returns LeaveOrdered without waiting longer.
 
         Raises:
             AgentGone: the agent has ended, and training has not ended 5 s later

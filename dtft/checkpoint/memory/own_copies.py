@@ -243,7 +243,8 @@ class Owning:
             expected: the commit's digests of every slice; None for a slice that is not
                 in the commit and will be assembled from other slices.
             items: the JSON values saved beside the arrays of the step.
-            read: whether slices with the expected digests are also read and checked.
+            read: whether the bytes of a slice whose recorded digests are the expected
+                ones are also read and hashed; otherwise its recorded digests count.
 
         Returns:
             The indices of the slices that are missing or do not match, and so must be
@@ -320,9 +321,11 @@ class Owning:
 class Restoring:
     """A restore in progress, which writes slices into one copy of a step. Thread-safe.
 
-    A newer restore may drop or replace the copy meanwhile. This object still changes
-    only its own copy: `restored` records digests in this copy, and until the `with`
-    block ends, no other step gets the memory of the missing slices.
+    The slices are those that the copy lacked when the restore began. A newer restore
+    may drop this copy, or put another in its place. This object then goes on writing
+    into the old copy, and never into the new one: `restored` records digests in the old
+    copy only. Until the `with` block ends, no other step gets the memory of the slices
+    to be written.
     """
 
     def __init__(

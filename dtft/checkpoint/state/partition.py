@@ -52,7 +52,7 @@ class Partition:
     def owned(self) -> tuple[np.ndarray, np.ndarray]:
         """All pairs of a part and a slot that owns the part, sorted by part, then slot.
 
-        Given as two arrays: [pairs] part and [pairs] slot.
+        Two arrays of equal length: the number of each pair's part, and of its slot.
         """
         num_slots = int(self.slot_of_device.max()) + 1
         pairs = np.unique(self.part_of_device * num_slots + self.slot_of_device)

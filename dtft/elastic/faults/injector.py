@@ -698,8 +698,8 @@ class FaultInjector(threading.Thread):
 
         The change is another number of replicas (`scale`), or hosts that leave
         (`drain`). Does not wait for the reply, so further faults may happen before it.
-        A new host is started for each drained host, `rejoin_s` seconds (of the
-        constructor) after the reply; none if this delay is None.
+        A new host is started for each drained host, after the seconds `rejoin_s`
+        (an argument of the constructor) since the reply; none if this is None.
 
         Args:
             fault: the fault.

@@ -24,7 +24,7 @@ Answer = Callable[[dict[str, Any]], None]
 
 
 class ExportRequests:
-    """The requests for an export that have no answer yet. Used by the event loop.
+    """The requests for an export that have no answer yet. For the event loop's thread.
 
     Each request is kept with the earliest step whose export answers the request.
     """
