@@ -2,14 +2,15 @@
 
 Fills the memory of a slot's slices as the leader has ordered. Correct copies that the
 host has already are used. The other slices are fetched from the peers in parallel. If
-the state is divided among the slots as in the commit, each is fetched whole, by its
-key. Otherwise pieces of committed slices (regions) are fetched, and the slice is
-assembled from them.
+the state is divided among the slots as in the commit, whole slices are fetched, by
+their keys. Otherwise pieces of committed slices (regions) are fetched, from which the
+host assembles its slices.
 
-Of a committed slice whole chunks are read, and their digests must be the commit's, so
-wrong bytes are not restored. Only copies that are already in the slot's memory are left
-to the trainer to verify, if the order says so. Afterwards the leader compares the
-digests that the owners of an assembled slice report.
+Wrong bytes are not restored: the host fetches whole chunks of committed slices, and
+compares their digests with the commit's. Copies that were in the slot's memory before
+may be left to the trainer to verify, if the order says so. A commit has no digest of an
+assembled slice, so the leader checks that all owners of such a slice report the same
+digest.
 """
 
 import concurrent.futures

@@ -225,8 +225,8 @@ class PlacedStep:
         Raises:
             ValueError: state or batch has another tree, shape (rows too) or dtype than
                 planned, or a leaf that is a ShapeDtypeStruct; the state was donated
-                before, or is on the devices of another placement; or a weight of a
-                microbatch is not allowed.
+                before, or is on the devices of another placement; or the weight of a
+                microbatch in the means is negative or not finite, or all are 0.
             TimeoutError: a node waited for an array until the deadline (the message
                 names the array), or a node still computed 5 s after the deadline.
         """
@@ -252,8 +252,8 @@ class PlacedStep:
 
         Raises:
             ValueError: state or batch has another tree, shape or dtype than planned,
-                the state was donated or is on other devices, or a weight of a
-                microbatch is not allowed.
+                the state was donated or is on other devices, or the weight of
+                a microbatch in the means is negative or not finite, or all are 0.
             TimeoutError: a node waited for an array until the deadline, or still
                 computed 5 s after the deadline.
         """
@@ -280,12 +280,12 @@ class PlacedStep:
 
         Returns:
             The state, in which this node's leaves are updated, and the times of the
-            tasks. The results of the loss are not returned.
+            tasks. What the loss returns is left out.
 
         Raises:
             ValueError: state or batch has another tree, shape or dtype than planned,
-                the state was donated or is on another device, or a weight of a
-                microbatch is not allowed.
+                the state was donated or is on another device, or the weight of
+                a microbatch in the means is negative or not finite, or all are 0.
             TimeoutError: the node waited for an array until the deadline; the message
                 names the array.
         """
@@ -320,8 +320,8 @@ class PlacedStep:
 
         Raises:
             ValueError: state or batch has another tree, shape or dtype than planned,
-                the state was donated or is on other devices, or a weight of a
-                microbatch is not allowed.
+                the state was donated or is on other devices, or the weight of
+                a microbatch in the means is negative or not finite, or all are 0.
         """
         self._layout.check(state)
         self._layout.check_here(state, nodes)

@@ -334,7 +334,7 @@ class _Fusion:
     # Kernels.
 
     def kernels(self) -> list[Kernel]:
-        """Lists the kernels but matmuls, convolutions and custom kernels, in order."""
+        """Lists kernels in program order, except matmuls, convolutions, custom kernels."""
         found = [
             Kernel(number=number, value=index, reads=self.read_by(operator))
             for number, operator in enumerate(self.graph.operators)

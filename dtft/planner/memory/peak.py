@@ -244,10 +244,10 @@ class Reread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReusedBuffer:
-    """An array whose buffer another value takes if a mesh axis divides a dim in `rows`.
+    """An array whose memory another value takes if a mesh axis divides a dim in `rows`.
 
-    `rows` has the dims of rows that are summed, as in a softmax. `kind` is the position
-    of the array's kind in `LivenessTrace.kinds`.
+    `rows` has the dims along which a reduction sums, such as the last dim of a softmax.
+    `kind` is the index of the array's kind in `LivenessTrace.kinds`.
     """
 
     moment: int
