@@ -186,8 +186,8 @@ def _host_lines(record: Record) -> list[str]:
 def verify_record(state: "JobState") -> Record:
     """Converts the state of a live job after a verification into a record.
 
-    The record is that of `job_record`. Each host in it also has `copies_read` and
-    `bytes_read`, the number and the bytes of the copies that the host has read, and
+    The record has the keys of `job_record`'s. Each host in it also has `copies_read`
+    (how many copies the host has read), `bytes_read` (how many bytes they have), and
     `seconds`, the time that reading took.
     """
     record = job_record(state)

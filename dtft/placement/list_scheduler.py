@@ -364,11 +364,13 @@ class _State:
         return self.sums.setdefault((behind, self.home[value]), value)
 
     def _added(self, missing: list[tuple[float, int]]) -> list[tuple[float, int]]:
-        """Replaces summands of one gradient on one node by their sum (`_whole`).
+        """Replaces values that are summands of one gradient by their sum on their node.
 
-        A summand is the contribution of one reader of a value to the value's gradient.
-        `missing` and the result are lists of pairs: the time in seconds when a value is
-        ready, and the value's number. A sum is ready when its last summand is ready.
+        Each reader of a value computes a summand of the value's gradient. A node adds
+        up those that it has, and sends only the sum. `missing` has the values that
+        another node must send, as pairs: the time in seconds when the value is ready,
+        and its number. The result has such pairs, too: one for each sum, which is ready
+        when its last summand is, and one for each value that is no summand.
         """
         found: dict[int, float] = {}
         for since, value in missing:

@@ -217,8 +217,9 @@ class Outbound:
     def _drop(self) -> None:
         """Empties the queue of a closed channel.
 
-        If the first message is partly sent, it keeps the channel's sending lock; this
-        lock is released. Called only by the thread that may send from the queue.
+        The queue holds the channel's sending lock while its first message is partly
+        sent; if so, releases this lock. Called only by the thread that may send from
+        the queue.
         """
         if self._queue:
             self.channel.give_up(self._queue[0][1])

@@ -126,8 +126,8 @@ def _verified(
     corrupt = [text for one in found.values() for text in one.corrupt]
     for text in corrupt:
         logger.warning(
-            "corrupt copy, %s: it is no longer sent to other hosts; the next step is "
-            "copied anew",
+            "corrupt copy, %s: it is no longer sent to other hosts; the next step's "
+            "copy reuses none of its bytes",
             text,
         )
     newest = found.get(holder) if holder else None

@@ -334,7 +334,10 @@ class _Fusion:
     # Kernels.
 
     def kernels(self) -> list[Kernel]:
-        """Lists kernels in program order, except matmuls, convolutions, custom kernels."""
+        """Lists the kernels that have no matmul, convolution or custom kernel, in order.
+
+        The order is that of the operators in the program.
+        """
         found = [
             Kernel(number=number, value=index, reads=self.read_by(operator))
             for number, operator in enumerate(self.graph.operators)

@@ -243,7 +243,7 @@ def _chained(graph: Graph, start: int, period: int) -> bool:
 def _pairs(
     graph: Graph, start: int, length: int, period: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields pairs of a dim and the dim at the same position one period later.
+    """Yields each dim of some operators with the same dim one period later.
 
     The first dims are those of the `length` operators from number `start` on, the
     second those of the operators `period` later.

@@ -96,7 +96,7 @@ def without_scores(question: Workload) -> Workload:
 
 
 def _roots(question: Workload, dims: Iterable[int]) -> frozenset[int]:
-    """Replaces each dim by the dim that stands for it in all equal layers."""
+    """Replaces each dim by the one dim that represents its like in all equal layers."""
     return frozenset(map(question.root, dims))
 
 
