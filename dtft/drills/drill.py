@@ -217,15 +217,15 @@ _MADE = ".dtft-drill"
 
 
 def check_deletable(directory: Path, flag: str) -> None:
-    """Checks that a drill made the directory that it would delete.
+    """Checks that a directory that is to be deleted was made by a drill.
 
     Args:
         directory: directory of a run of the drill; may be missing or empty.
         flag: the flag that names the directory, for the message.
 
     Raises:
-        ValueError: the directory has files, but neither the mark nor a config that
-            shows that a drill made it.
+        ValueError: the directory has files, but neither the file that marks
+            directories of drills, nor a config file of a run of a drill.
     """
     if not directory.exists() or _is_made(directory):
         return

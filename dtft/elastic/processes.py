@@ -29,7 +29,7 @@ LOW_PRIORITY = 10
 
 
 def lower_priority() -> None:
-    """Gives the calling thread a low priority, and the threads that it will start."""
+    """Gives a low priority to this thread and to the threads that it starts later."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
 
 

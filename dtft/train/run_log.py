@@ -345,7 +345,7 @@ class _Bar:
     """A progress bar on a terminal; log lines scroll above it.
 
     Only one bar is shown at a time. A new bar closes the bar of an earlier run in this
-    process, whose thread may still compute.
+    process, even if the thread of that run still computes.
     """
 
     _shown: "ClassVar[_Bar | None]" = None

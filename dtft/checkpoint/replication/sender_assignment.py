@@ -101,8 +101,8 @@ def _fill(base: np.ndarray, amount: int) -> np.ndarray:
     candidate whose `base` is above this sum gets none.
 
     Args:
-        base: [n] bytes that each candidate sends of other demands, plus a penalty in
-            bytes that grows with the candidate's distance.
+        base: [n] bytes that each candidate sends already for other demands, plus a
+            penalty in bytes that grows with the candidate's distance.
         amount: the bytes to divide.
 
     Returns:

@@ -264,8 +264,8 @@ def _stream(
     fetches over TCP. Gives up in these cases:
 
     * The peer refuses connections, lacks a slice, or has a slice of another size.
-    * A read through NIXL was not released, so it may still write to its targets.
-    * The deadline has passed, or the fetch is given up.
+    * NIXL cannot end a read that took too long, so it may still write to its targets.
+    * The deadline has passed, or `_Work.given_up` says that the caller gives up.
     * 4 connections in a row (`TRIES`) made no progress.
 
     Args:

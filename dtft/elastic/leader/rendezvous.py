@@ -297,11 +297,12 @@ class Rendezvous:
 
     @property
     def _can_rehearse(self) -> bool:
-        """Whether all slots train, and processes can compile for the next mesh now.
+        """Whether all slots train, and trainers can compile for a next mesh.
 
-        Processes can compile ahead only on CPU and with hot swaps (processes that
-        outlast a recovery). Processes form at most 16 meshes, one after the other; the
-        result is False while they form the last.
+        Trainers can compile ahead only on CPU, and only if hot swaps are on: they then
+        keep their processes in a recovery. The same processes can have at most 16
+        meshes, one after the other. While they train on the last, no other can follow,
+        and the result is False.
         """
         return (
             self.current is not None

@@ -334,7 +334,7 @@ class _Fusion:
     # Kernels.
 
     def kernels(self) -> list[Kernel]:
-        """Lists the kernels that have no matmul, convolution or custom kernel, in order.
+        """Lists the kernels that are no matmul, convolution or custom kernel, in order.
 
         The order is that of the operators in the program.
         """

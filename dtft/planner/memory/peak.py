@@ -723,11 +723,11 @@ class PeakEval:
         return self._fullest(self._shares_divided(_OF_GRADIENTS))
 
     def _shares_divided(self, kinds: Container[What]) -> np.ndarray:
-        """Computes each device's share of the totals, with gradients divided by ZeRO.
+        """Computes the fraction of each total that is on one device, [totals, meshes].
 
         A total is a sum of bytes that the same axes divide. Gradients of the given
-        categories are also divided by the axis `fsdp`, like their parameters between
-        steps. The result is float [totals, meshes].
+        categories are also divided by the axis `fsdp`, as ZeRO divides the parameters
+        while no operator uses them. The result is float.
 
         Args:
             kinds: the categories, such as `sums`, the sums over microbatches (`What`

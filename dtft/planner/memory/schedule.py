@@ -74,7 +74,7 @@ def _backward(operator: Operator) -> bool:
 def _ordered(
     graph: Graph, within: tuple[int, ...], start: int, stop: int, ends: set[int]
 ) -> Iterator[int]:
-    """Yields the operators of a loop body (or program) in XLA's order, by index.
+    """Yields the indices of a loop body's (or program's) operators, in XLA's order.
 
     An inner loop is ordered in the same way, and its operators stay together.
 

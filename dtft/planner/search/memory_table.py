@@ -1,7 +1,7 @@
-"""Computes the bytes on a device of many candidate plans at once.
+"""Computes how much memory each of many candidate plans needs, in bytes per device.
 
-These are the bytes of state, of the batch, of activations and gradients at the peak,
-and of state that is offloaded to the host's memory.
+A device's memory holds the state, the batch, and activations and gradients at the peak.
+State that is offloaded to the host's memory is counted apart, as bytes of the host.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Divides parameters, gradients and optimizer state between steps, as ZeRO does.
+"""Says how ZeRO divides arrays of the state while no operator uses them.
 
 Selects the dim of each array that the axis `fsdp` divides, and the collectives that
 gather divided parameters for use. An array has two specs: in use (`used`), with which
@@ -51,8 +51,8 @@ def rest_spec(
         spec: how other axes divide the array.
         sizes: map from an axis to its size; a missing axis has size one.
         loops: dims (indices into `Graph.dims`) that loops slice.
-        flat: whether `fsdp` divides buffers in which arrays lie one after another, and
-            so any size (`Software.flat_state`).
+        flat: whether arrays lie one after another in a buffer, and `fsdp` divides the
+            buffer, so that a dim may have any size (`Software.flat_state`).
 
     In the example, an axis `fsdp` of size 2 divides the first dim, which no other axis
     divides. An axis of size 4 does not divide the 6 elements of the first dim.
