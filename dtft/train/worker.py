@@ -144,10 +144,11 @@ compilation and cold caches."""
 
 
 class AgentRuntime:
-    """The runtime of a trainer that an agent started: one slot of a job of many hosts.
+    """What the training loop calls in a trainer that an agent started.
 
-    Connects to the JAX processes of its generation, restores the step that the leader
-    chose, reports each step to its agent, and hands snapshots to the agent.
+    The trainer fills one slot of a job of many hosts. Connects to the other JAX
+    processes of the slot's generation, restores the step that the leader chose, reports
+    each step to the agent, and hands snapshots to it.
     """
 
     stores_its_end = False
@@ -396,7 +397,7 @@ class AgentRuntime:
     def finished_step(self, step: int) -> None:
         """Reports to the agent that `step` is finished, before `save` is called for it.
 
-        Also measures the steps since the previous snapshot; the cost of snapshots is
+        Also times the steps since the previous snapshot. The cost of snapshots is
         computed from these times.
 
         Raises:

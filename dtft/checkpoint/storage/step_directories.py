@@ -58,8 +58,8 @@ def _is_directory(path: "Path | epath.Path") -> bool:
     """Whether a path is a directory.
 
     Raises:
-        OSError: the path of a file system exists but cannot be read; `is_dir` of Python
-            3.14 and of `epath` returns False for it.
+        OSError: the path is in a file system, not in a bucket, and exists, but cannot
+            be read. For it `is_dir` of Python 3.14 and of `epath` would return False.
     """
     if _is_remote(path):
         return path.is_dir()

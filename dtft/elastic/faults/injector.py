@@ -776,9 +776,10 @@ def rate(
 ) -> float | None:
     """Computes the steps per second in an interval; None with fewer than two samples.
 
-    Samples of the first 10 steps (`WARM_STEPS`), and samples after the first one at the
-    run's last step, are left out. In the examples a step takes 0.1 s. In the second
-    example the run ends at 99 s, at step 990, so the two later samples are left out.
+    Samples of the first 10 steps (`WARM_STEPS`) do not count. Once a sample has the
+    run's last step, later samples do not count either, because the run has ended. In
+    the examples a step takes 0.1 s. In the second example the run ends at 99 s, at step
+    990, so the two later samples are left out.
 
     Args:
         samples: (time in seconds, last finished step), in order of time.

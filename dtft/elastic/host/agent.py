@@ -228,7 +228,7 @@ class Agent:
     def close(self) -> None:
         """Ends this host's connections, its registration and the trainers it started.
 
-        A user's process is sent a message that this agent ends, and goes on.
+        A process that the user started is not ended: it is told that this agent ends.
         """
         with contextlib.ExitStack() as parts:  # closes each, even if others fail
             parts.callback(self._edges.close)

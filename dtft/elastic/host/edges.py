@@ -1,4 +1,4 @@
-"""An agent's access to time, network, store, files and processes, as one value.
+"""An agent's edges: its access to time, network, store, files and processes.
 
 `local_edges` makes the real edges of this machine. A simulation passes its own edges,
 and runs the same agent, leader and follower.

@@ -531,9 +531,9 @@ class _Fusion:
         together and in their order, before or after all other dims.
 
         Args:
-            index: the number of the operand.
-            batch: the batch dims of the matmul's result.
-            summed: positions of the contracted dims in the operand.
+            index: the operand's index in `Graph.values`.
+            batch: numbers of the batch dims (`Value.dims`) of the matmul's result.
+            summed: positions of the contracted dims among the operand's dims.
         """
         value = self.graph.values[index]
         first: list[int] = []

@@ -148,7 +148,7 @@ def memory(plan: Plan, other: Plan) -> Section:
 def collectives(plan: Plan, other: Plan, *, only_changed: bool = False) -> Section:
     """Tabulates the bytes of a step's collectives in both plans, and the differences.
 
-    There is a row for each kind of collective over the same mesh axes. It has the bytes
+    Each pair of a kind of collective and its mesh axes has a row. It has the bytes
     of `plan`, those of `other`, and how many more bytes and seconds `other` needs than
     `plan` (negative if fewer). Seconds include the parts that overlap with computing.
     The row in which `other` needs the most additional seconds is first.

@@ -451,7 +451,10 @@ class PlanSearch:
     def _staged_terms(
         self, staged: Staged, parts: Sequence[Part], space: Space
     ) -> Iterator[dict[str, np.ndarray]]:
-        """Computes the seconds of each term, for pipelines and software other than XLA.
+        """Computes the seconds of each term, for candidates with pipeline stages.
+
+        Also for candidates of one stage whose program other software than XLA runs,
+        such as Megatron (`Software`).
 
         Yields a map for each pair in `parts`, from a term to seconds per step; float
         [candidates of the pair]. The terms are compute, collectives, launch, optimizer
