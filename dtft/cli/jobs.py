@@ -475,8 +475,8 @@ def line(job: str, found: dict[str, Any]) -> str:
             the number: `step` is the step from which the job went on, `seconds` the
             time that the change took, `bytes_from_peers` and `bytes_from_storage` the
             bytes that were restored. Without `step` the job had the number already, as
-            in the example. If `asked_again` is True then, the request was sent again
-            after a failure, and an earlier sending may have made the change.
+            in the example. Then `asked_again` may be True: the request was repeated
+            after a failure, and the first one may have made the change.
 
     >>> line("j", {"replicas": 3, "before": 3, "hosts": 3})
     'job j trains with 3 replicas (3 hosts) already; nothing was changed'

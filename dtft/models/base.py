@@ -120,7 +120,7 @@ class CNNConfig(ModelConfig):
     def loss(
         self, model: Any, batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """Computes cross entropy and accuracy per example."""
+        """Computes cross entropy and accuracy, each with one value per example."""
         from dtft.models.losses import classification
 
         return classification(model(batch["image"]), batch["label"])
@@ -164,7 +164,7 @@ class ResNetConfig(ModelConfig):
     def loss(
         self, model: Any, batch: Batch
     ) -> "tuple[jax.Array, dict[str, jax.Array]]":
-        """Computes cross entropy and accuracy per example."""
+        """Computes cross entropy and accuracy, each with one value per example."""
         from dtft.models.losses import classification
 
         return classification(model(batch["image"]), batch["label"])

@@ -103,10 +103,10 @@ def handlers(
 
 
 def _serve_control(raw: Channel, loop: Loop, accept: "Accept") -> None:
-    """Serves one host's control connection, `raw`, until the connection ends.
+    """Serves `raw`, on which another host's agent follows this one, until it ends.
 
-    Closes the connection if the event loop has not accepted it within 10 s
-    (`ACCEPT_S`).
+    Hands the connection to the event loop. Closes it if the loop has not accepted it
+    within 10 s (`ACCEPT_S`).
 
     Raises:
         WireError: the connection is refused: `accept` returns None.

@@ -55,9 +55,9 @@ class FailureAccount:
         return self._budget.quarantined
 
     def begin(self, assignment: SlotAssignment) -> None:
-        """Starts an attempt to train with `assignment` (a host for each slot).
+        """Begins to collect failures of a new attempt, and drops those of earlier ones.
 
-        Drops the failures of earlier attempts.
+        The attempt trains with `assignment` (a host for each slot).
         """
         self._failures = []
         commits = {commit.step for commit in self._records.commits}

@@ -1,4 +1,4 @@
-"""Pure functions that compute a formation from hosts' replies, and the hosts' orders.
+"""Computes formations from hosts' replies, and the orders to the hosts; no I/O.
 
 A formation is an assignment of hosts to slots, with the state that each host restores.
 A `Round` is one attempt to form the job. The functions here make a round or derive

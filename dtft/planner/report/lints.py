@@ -1,9 +1,10 @@
 """Finds small changes of a model or batch that would save time or memory.
 
-Findings are sizes that do not suit matmuls or mesh axes, arrays that are whole on every
-device, devices that are idle or repeat the work of others, and batches near the given
-batch. A finding has its seconds or bytes if they are known. A `Decision` is a selected
-plan, with its workload, cluster, pins and all candidates.
+A finding names what costs time or memory: a size that does not suit matmuls or mesh
+axes, an array that is whole on every device, devices that are idle or repeat the work
+of others; or a better batch near the given one. It states the seconds or bytes that a
+change would save, if they are known. A `Decision` is a selected plan, with its
+workload, cluster, pins and all candidates.
 """
 
 import math

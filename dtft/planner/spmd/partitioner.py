@@ -493,12 +493,13 @@ class _Placed(WorkDims):
         )
 
     def _turned_by(self) -> Axes:
-        """Lists the axes that divide contracted dims of transposed matmul results.
+        """Lists the axes that make the operator read matmul results with a stride.
 
-        The operator reads these results, whose elements `OperatorWork.turned` counts.
-        It reads them with a stride if one of the axes is larger than 1. The contracted
-        dims are those in `Operator.turned_over`; returns () if it is empty.
-        Microbatches do not count as an axis here.
+        The operator reads transposed results of earlier matmuls. If an axis larger than
+        1 divides a dim that such a matmul contracts (`Operator.turned_over`), XLA
+        cannot merge matmul and transpose, and the result is read with a stride. The
+        axes that divide these dims are listed, whatever their size; () if there are
+        none. Microbatches do not count as an axis here.
         """
         axes = flat([self.division.of(dim) for dim in self.op.turned_over])
         return tuple(dict.fromkeys(axis for axis in axes if axis != MICRO))
