@@ -254,10 +254,10 @@ def _compute(
     device, fits["elements"] = fit_elements(device, _elements(mesh, sizes))
     if sizes.strided is not None:
         _say("transposed arrays ...")
-        near, far = (
+        small, large = (
             microbenchmarks.strided_s(mesh, side, sizes.pace) for side in sizes.strided
         )
-        made = replace(device.efficiency, strided_s=near, strided_far_s=far)
+        made = replace(device.efficiency, strided_s=small, strided_large_s=large)
         device = replace(device, efficiency=made)
     for number, dtype in enumerate(sizes.dtypes):
         _say(f"matmuls of {dtype} ...")

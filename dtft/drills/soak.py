@@ -273,12 +273,12 @@ def judged_episode(
     finished = record["status"] == "done" and not hung
     is_whole = ended_at_expected_step(record)
     others = {
-        "a restored state that is not the committed one": [
-            change for change in record["resized"] if not change["bit_exact"]
-        ],
-        "a restart with other shares than committed": [
-            restart for restart in record["shares"] if not restart["replayed"]
-        ],
+        "a restored state that is not the committed one": not all(
+            change["bit_exact"] for change in record["resized"]
+        ),
+        "a restart with other shares than committed": not all(
+            restart["replayed"] for restart in record["shares"]
+        ),
     }
     whys = {
         "hung": hung,
@@ -288,7 +288,7 @@ def judged_episode(
             finished and not is_whole
         ),
         "wrong samples": finished and not record["samples_exactly_once"],
-        **{text: bool(found) for text, found in others.items()},
+        **others,
         f"fault: {record['fault_error']}": bool(record["fault_error"]),
         f"left behind: {record['left_behind']}": bool(record["left_behind"]),
         f"traceback in {', '.join(traced)}": bool(traced),

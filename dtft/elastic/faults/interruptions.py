@@ -18,8 +18,8 @@ from dtft.elastic.faults.full_disks import (
     storage_full,
     storage_read_only,
 )
-from dtft.elastic.faults.network_namespaces import HostNamespaces, NetworkCut
-from dtft.elastic.faults.schedule import Fault, Reach
+from dtft.elastic.faults.network_namespaces import HostNamespaces
+from dtft.elastic.faults.schedule import Fault
 from dtft.elastic.local_cluster import LocalCluster
 from dtft.elastic.processes import process_alive, session
 
@@ -85,11 +85,13 @@ def begin(
             return stopped(pids)
         case "cut":
             assert network is not None
-            if fault.reach == "pair":
-                cuts = [network.part(*hosts)]
-            else:
-                cuts = _cut_all(network, hosts, fault.reach)
-            return Interruption(pids=(), end=lambda: _heal(network, cuts))
+            with contextlib.ExitStack() as undone:  # heals the cuts made, if one fails
+                if fault.reach == "pair":
+                    undone.callback(network.heal, network.part(*hosts))
+                else:
+                    for host in hosts:
+                        undone.callback(network.heal, network.cut(host, fault.reach))
+                return Interruption(pids=(), end=undone.pop_all().close)
         case "pause-store":
             return _store_paused(cluster)
         case "full-storage":
@@ -136,25 +138,3 @@ def _store_paused(cluster: LocalCluster) -> Interruption:
 def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _cut_all(
-    network: HostNamespaces, hosts: Sequence[str], reach: Reach
-) -> list[NetworkCut]:
-    """Cuts each of the hosts off; returns the cuts, one for each host.
-
-    If one cut fails, undoes the cuts made before. `reach` says which packets of a host
-    are dropped (see `HostNamespaces.cut`).
-    """
-    with contextlib.ExitStack() as undone:
-        cuts = []
-        for host in hosts:
-            cuts.append(network.cut(host, reach))
-            undone.callback(network.heal, cuts[-1])
-        undone.pop_all()
-    return cuts
-
-
-def _heal(network: HostNamespaces, cuts: Sequence[NetworkCut]) -> None:
-    for cut in cuts:
-        network.heal(cut)

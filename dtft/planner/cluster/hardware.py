@@ -144,7 +144,7 @@ class Efficiency:
     strided_s: float = 0.0
     """Extra seconds to read one element with a stride, not in the order of memory; for
     example, an element of a transposed gradient. Holds for arrays of up to 1 MiB."""
-    strided_far_s: float = 0.0
+    strided_large_s: float = 0.0
     """Like `strided_s`, for arrays of 4 MiB and more, of which a cache loses a line
     before all its elements are read; if less than `strided_s`, that takes its place."""
     window_s: float = 0.0
@@ -172,7 +172,7 @@ class Efficiency:
         shares = (self.e0, self.mma_sync, self.memory, self.fuse, self.misaligned)
         fine = all(0 < share <= 1 for share in shares)
         from_0 = (self.x0, self.c0, self.launch_s, self.dispatch_s, self.cache_bytes)
-        from_0 += (self.simple_s, self.special_s, self.strided_s, self.strided_far_s)
+        from_0 += (self.simple_s, self.special_s, self.strided_s, self.strided_large_s)
         from_0 += (self.window_s, self.window_back_s)
         fine = fine and all(figure >= 0 for figure in from_0)
         from_1 = (self.overlap_kappa, self.cache_gain, self.odd)

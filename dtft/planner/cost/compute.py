@@ -270,9 +270,9 @@ def memory_s(device: DeviceType, num_bytes: Any, *, cold: bool = False) -> Any:
     return moved / (device.memory_bandwidth * efficiency.memory)
 
 
-NEAR_BYTES, FAR_BYTES = 2**20, 2**22
+SMALL_BYTES, LARGE_BYTES = 2**20, 2**22
 """Bytes of an array up to which `Efficiency.strided_s` holds, and from which
-`Efficiency.strided_far_s` holds."""
+`Efficiency.strided_large_s` holds."""
 
 
 def strided_s(device: DeviceType, num_elements: Any, array_bytes: Any) -> Any:
@@ -284,26 +284,25 @@ def strided_s(device: DeviceType, num_elements: Any, array_bytes: Any) -> Any:
     power of two, as most weights have, a cache holds them if it holds the whole array.
 
     Args:
-        device: the device type, with its seconds for arrays of up to `NEAR_BYTES` and
-            from `FAR_BYTES` on. Between the two, the logarithm of the seconds grows
-            with that of the bytes.
+        device: the device type, with its seconds for arrays of up to `SMALL_BYTES` and
+            from `LARGE_BYTES` on. Between the two, the logarithm of the seconds grows
+            with that of the bytes; if the former are 0, all smaller arrays have 0.
         num_elements: the number of elements that are read.
         array_bytes: bytes on the device of the array with these elements.
 
     >>> device = DeviceType(name="d", platform="cpu", memory_bytes=1, source="",
     ...     memory_bandwidth=1.0, peak_flops={"float32": 1},
-    ...     efficiency=Efficiency(strided_s=1e-9, strided_far_s=9e-9))
+    ...     efficiency=Efficiency(strided_s=1e-9, strided_large_s=9e-9))
     >>> [round(float(1e9 * strided_s(device, 1, mib * 2**20))) for mib in (1, 2, 4, 8)]
     [1, 3, 9, 9]
     """
-    near = device.efficiency.strided_s
-    if near == 0:
-        return 0.0 * np.asarray(num_elements, float)[()]
-    growth = max(1.0, device.efficiency.strided_far_s / near)
-    held = np.clip(np.asarray(array_bytes, float), NEAR_BYTES, FAR_BYTES) / NEAR_BYTES
-    return (
-        num_elements * near * growth ** (np.log(held) / np.log(FAR_BYTES / NEAR_BYTES))
-    )
+    small, large = device.efficiency.strided_s, device.efficiency.strided_large_s
+    num_bytes = np.asarray(array_bytes, float)
+    if small == 0:  # nothing to grow from
+        return num_elements * large * (num_bytes >= LARGE_BYTES)
+    held = np.clip(num_bytes, SMALL_BYTES, LARGE_BYTES) / SMALL_BYTES
+    part = np.log(held) / np.log(LARGE_BYTES / SMALL_BYTES)
+    return num_elements * small * max(1.0, large / small) ** part
 
 
 def elementwise_s(

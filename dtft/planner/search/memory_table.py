@@ -215,8 +215,9 @@ class Resting:
             Float [candidates].
         """
         found = np.zeros(len(points))
-        each = self._columns.pool.device.efficiency.strided_s
-        for level in np.unique(zero).tolist() if each else ():
+        known = self._columns.pool.device.efficiency
+        is_slower = known.strided_s > 0 or known.strided_large_s > 0
+        for level in np.unique(zero).tolist() if is_slower else ():
             some = points[zero == level]
             often = self._columns.parts((MICRO,))[some] if level == 3 else 1
             found[zero == level] = often * self._turning_s(division, level).at(some)

@@ -33,6 +33,7 @@ from dtft.planner.cost.calibration import (
     apply_calibration,
     link_key,
 )
+from dtft.planner.cost.compute import LARGE_BYTES, SMALL_BYTES
 
 TINY = BenchmarkSizes(
     dtypes=("float32", "bfloat16"),
@@ -55,6 +56,12 @@ TINY = BenchmarkSizes(
 @pytest.fixture(scope="module")
 def found() -> Calibration:
     return measure_devices(jax.devices()[:2], TINY)
+
+
+def test_transposed_reads_are_timed_at_the_sizes_that_their_costs_hold_for() -> None:
+    assert CPU.strided is not None
+    num_bytes = tuple(4 * side**2 for side in CPU.strided)  # of float32
+    assert num_bytes == (SMALL_BYTES, LARGE_BYTES)
 
 
 def test_everything_is_measured(found: Calibration) -> None:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 from dtft.parallel.planning.planned_step import make_step
 from dtft.planner.cluster.topology import Cluster
+from dtft.planner.cost.compute import LARGE_BYTES, SMALL_BYTES, strided_s
 from dtft.planner.cost.operator import computing_s
 from dtft.planner.ir.graph import Graph, Operator
 from dtft.planner.ir.op_groups import transposed_reads
@@ -222,14 +224,23 @@ def _planned(
     each_s: float,
     pins: Mapping[str, object],
     widths: tuple[int, ...] = (32, 64, 64, 32),
-    far_s: float = 0.0,
+    large_s: float = 0.0,
 ) -> Plan:
     cluster = Cluster.parse("8xcpu")
     pool = cluster.uniform
-    made = replace(pool.device.efficiency, strided_s=each_s, strided_far_s=far_s)
+    made = replace(pool.device.efficiency, strided_s=each_s, strided_large_s=large_s)
     pool = replace(pool, device=replace(pool.device, efficiency=made))
     given = {"microbatches": 1, "remat": "none", **pins}
     return decide(_mlp(widths), replace(cluster, pools=(pool,)), given).plan
+
+
+def test_if_small_arrays_cost_nothing_only_large_ones_cost() -> None:
+    device = Cluster.parse("cpu").uniform.device
+    made = replace(device.efficiency, strided_s=0.0, strided_large_s=EACH_S)
+    device = replace(device, efficiency=made)
+    num_bytes = np.array([SMALL_BYTES, 2 * SMALL_BYTES, LARGE_BYTES, 2 * LARGE_BYTES])
+    found = strided_s(device, 2, num_bytes)
+    assert found.tolist() == [0, 0, 2 * EACH_S, 2 * EACH_S]
 
 
 @pytest.mark.parametrize("replicas, each_s", [(1, 0.0), (8, 9 * EACH_S)])
