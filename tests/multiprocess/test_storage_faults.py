@@ -16,10 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from etils import epath
+from orbax.checkpoint.args import JsonSave, StandardSave
 
 from dtft.checkpoint.state.digests import chunk_digests
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
-from dtft.checkpoint.storage.directory import StorageTier, load_numpy
+from dtft.checkpoint.storage.directory import StorageTier, load_numpy, orbax_options
+from dtft.checkpoint.storage.orbax_manager import OpenedDirectory
 from tests.support.exporting import Process, opening, saving
 from tests.support.states import layout
 
@@ -133,6 +136,21 @@ def test_full(storage: Path, start: Callable[[], Exporting]) -> None:
     run("mount", "-o", "remount,size=64m", storage)
     assert exporter.save(4)["ok"] and exporter.save(5)["ok"]
     assert offered(storage, exporter.arena) == (1, 4, 5)
+
+
+def test_full_while_many_arrays_are_written(storage: Path) -> None:
+    # Orbax reports the first error while writes of other arrays are still to come.
+    run("mount", "-o", "remount,size=4m", storage)
+    opened = OpenedDirectory(epath.Path(storage), orbax_options(3))
+    bytes_of = np.random.default_rng(0).bytes
+    arrays = {f"w{i}": np.frombuffer(bytes_of(MIB), np.uint8) for i in range(200)}
+    for step in (1, 2):
+        with pytest.raises(ValueError, match="No space left"):
+            opened.save(step, {"state": StandardSave(arrays), "items": JsonSave({})})
+            opened.wait_until_finished()
+        assert unfinished(storage) == []
+        time.sleep(0.5)
+        assert unfinished(storage) == []
 
 
 def test_read_only(storage: Path, start: Callable[[], Exporting]) -> None:

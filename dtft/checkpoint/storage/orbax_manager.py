@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -190,8 +191,7 @@ class OpenedDirectory:
         self._opened, step, self._saving = None, self._saving, None
         self._generation += 1
         if step is not None and jax.process_index() == 0:
-            for path in self.directory.glob(f"{step}{UNFINISHED}*"):
-                _remove(path)
+            _remove_unfinished(self.directory, step)
 
     def close(self) -> None:
         """Waits for a running save and closes the manager."""
@@ -224,6 +224,35 @@ def remove_deleted(directory: epath.Path) -> None:
     """
     if "://" not in str(directory) and jax.process_index() == 0:
         _remove(directory / DELETED)
+
+
+QUIET_S = 0.25
+REMOVAL_LIMIT_S = 5.0
+
+
+def _remove_unfinished(directory: epath.Path, step: int) -> None:
+    """Removes the files of a step whose save has failed.
+
+    Orbax reports the first error while threads of TensorStore still write, and a late
+    write creates the step's directory again. So the files are removed until none has
+    appeared for `QUIET_S` (0.25 s), for at most `REMOVAL_LIMIT_S` (5 s). In object
+    stores they are removed once. Files that remain are removed when a manager next
+    opens the storage directory.
+
+    Args:
+        directory: storage directory.
+        step: number of the step.
+    """
+    now = time.monotonic()
+    deadline, quiet = now + REMOVAL_LIMIT_S, now + QUIET_S
+    while now < min(deadline, quiet):
+        for path in directory.glob(f"{step}{UNFINISHED}*"):
+            _remove(path)
+            quiet = time.monotonic() + QUIET_S
+        if "://" in str(directory):
+            return
+        time.sleep(0.01)
+        now = time.monotonic()
 
 
 def _remove(path: epath.Path) -> None:
