@@ -41,8 +41,8 @@ from dtft.planner.cost import (
 )
 
 _LONG = BenchmarkPace(budget_s=0.08, repeats=3)
-"""Pace of the memory benchmark if processes share cores: each loop is long enough to
-span many time slices of the scheduler."""
+"""`BenchmarkSizes.shared` if processes share cores: each loop is long enough to span
+many time slices of the scheduler."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,8 @@ class BenchmarkSizes:
     measured, because a device computes and communicates in one thread."""
     pace: BenchmarkPace = BenchmarkPace()
     shared: BenchmarkPace = BenchmarkPace()
-    """Pace of the memory benchmark, in which all devices share the memory bandwidth."""
+    """Pace of the benchmarks of memory and of transposed reads, in which all devices
+    share the memory bandwidth."""
     behind: int = 0
     """Number of equal collectives that are timed in a row after matmuls, for the kinds
     in `_OFTEN` and in jobs of several processes. 0: each collective is timed alone,
@@ -98,8 +99,8 @@ class BenchmarkSizes:
         One process measures all sizes. Several processes measure with longer loops
         (`BenchmarkPace.among`). If these processes share cores, as on CPU (`behind` is
         above 0), there are two more differences. Only every third size of collectives
-        is measured, because each size is compiled separately. The loops of the memory
-        benchmark take 0.08 s (`_LONG`).
+        is measured, because each size is compiled separately. The loops of the
+        benchmarks of memory and of transposed reads take 0.08 s (`_LONG`).
 
         In the example, four processes measure 3 of the 8 sizes of collectives on CPU,
         and all 8 on accelerators.
@@ -255,7 +256,8 @@ def _compute(
     if sizes.strided is not None:
         _say("transposed arrays ...")
         small, large = (
-            microbenchmarks.strided_s(mesh, side, sizes.pace) for side in sizes.strided
+            microbenchmarks.strided_s(mesh, side, sizes.shared)
+            for side in sizes.strided
         )
         made = replace(device.efficiency, strided_s=small, strided_large_s=large)
         device = replace(device, efficiency=made)

@@ -416,9 +416,10 @@ def verdict(
     * If one does and some hosts are silent, the result is the silent hosts. It is None
       until the limit is exceeded by more than 3 s, because the report of a silent host
       may only be late.
-    * Otherwise the result is the hosts that are behind (`culprit`) and whose trainers
-      exceed their own limits. It is None without such hosts: a trainer that waits for
-      a host that compiles or reads data may exceed its limit before that host does.
+    * Otherwise the result is the hosts that are behind (`culprit`). It is None until
+      all their trainers exceed their own limits: a trainer may exceed its limit while
+      it waits for a host that compiles or reads data, or for a new host, whose step
+      times are not known yet.
 
     Args:
         heard: host to the arrival time and the content of its newest report.
@@ -451,7 +452,7 @@ def verdict(
         for host in blame.hosts
         if (found := aged[host][0].stuck(aged[host][1]))
     }
-    if not found:
+    if len(found) < len(blame.hosts):
         return None
     texts = [
         found[host].text(host, slots[host], aged[host][0].computing) for host in found

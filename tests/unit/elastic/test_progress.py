@@ -254,6 +254,18 @@ def test_nothing_is_said_while_the_one_behind_may_take_longer() -> None:
     assert "--timeouts.data" in found.text
 
 
+def test_nothing_is_said_while_a_new_host_may_take_longer() -> None:
+    """It has measured no steps, and uses too little of a processor to be told apart."""
+    told = {host: (100.0, progress("step", 30.0)) for host in "ab"}
+    new = {"limit_s": 180.0, "timeout": "start", "busy": 0.15}
+    told["c"] = (100.0, progress("step", 30.0, **new))
+    assert verdict(told, SLOTS, 100.0) is None
+    told |= {host: (100.0, progress("step", 181.0)) for host in "ab"}
+    told["c"] = (100.0, progress("step", 181.0, **new))
+    found = verdict(told, SLOTS, 100.0)
+    assert found is not None and found.hosts == tuple(SLOTS)
+
+
 def test_the_time_since_a_report_counts() -> None:
     told = {host: (100.0, progress("step", 9.5)) for host in SLOTS}
     assert verdict(told, SLOTS, 100.4) is None
@@ -310,7 +322,7 @@ def test_whoever_is_named_has_a_phase_and_somebody_always_is(
     found = verdict(told, slots, 0.0)
     late = {host for host, it in reports.items() if it.stuck()}
     if found is not None:
-        assert late >= set(found.hosts) and set(found.hosts) <= set(blame.hosts)
+        assert late >= set(found.hosts) == set(blame.hosts)
     if late and all(it.stuck() for it in reports.values() if it.phase):
         assert found is not None
 
