@@ -152,7 +152,8 @@ def test_full_while_many_arrays_are_written(storage: Path) -> None:
         assert unfinished(storage) == []
         time.sleep(0.5)
         assert unfinished(storage) == []
-        gc.collect()  # asyncio logs the errors of the other writes: here, not later
+        # Here, not in a later test, asyncio logs the errors of the other writes.
+        gc.collect()
 
 
 def test_read_only(storage: Path, start: Callable[[], Exporting]) -> None:

@@ -226,7 +226,8 @@ def remove_deleted(directory: epath.Path) -> None:
         _remove(directory / DELETED)
 
 
-QUIET_S = 0.25
+LATE_WRITES_S = 0.25
+"""Seconds without a new file after which TensorStore is taken to write no more."""
 REMOVAL_LIMIT_S = 5.0
 
 
@@ -235,20 +236,20 @@ def _remove_unfinished(directory: epath.Path, step: int) -> None:
 
     Orbax reports the first error while threads of TensorStore still write, and a late
     write creates the step's directory again. So the files are removed until none has
-    appeared for `QUIET_S` (0.25 s), for at most `REMOVAL_LIMIT_S` (5 s). In object
-    stores they are removed once. Files that remain are removed when a manager next
-    opens the storage directory.
+    appeared for 0.25 s (`LATE_WRITES_S`), for at most 5 s (`REMOVAL_LIMIT_S`). In
+    object stores they are removed once. Files that remain are removed when a manager
+    next opens the storage directory.
 
     Args:
         directory: storage directory.
         step: number of the step.
     """
     now = time.monotonic()
-    deadline, quiet = now + REMOVAL_LIMIT_S, now + QUIET_S
-    while now < min(deadline, quiet):
+    deadline, over = now + REMOVAL_LIMIT_S, now + LATE_WRITES_S
+    while now < min(deadline, over):
         for path in directory.glob(f"{step}{UNFINISHED}*"):
             _remove(path)
-            quiet = time.monotonic() + QUIET_S
+            over = time.monotonic() + LATE_WRITES_S
         if "://" in str(directory):
             return
         time.sleep(0.01)
