@@ -2,8 +2,8 @@
 
 `of_step` and `of_loss` trace the user's functions, without executing them, and make a
 `Workload`. A workload records which leaves are parameters, optimizer state and batch,
-which dims index examples, positions and experts, and how many passes read each
-argument.
+which dims index examples, positions and experts, and whether the forward pass, the
+backward pass or both read an argument.
 """
 
 import hashlib

@@ -447,10 +447,14 @@ class _Fusion:
         return math.prod(before[len(after) :]) <= LONGEST_ROW
 
     def _is_costly(self, operator: Operator) -> bool:
-        """Whether an operator's kernel computes exponentials or similar functions.
+        """Whether a reduction's operands are computed with exponentials or the like.
 
-        A function counts only if its result has as many elements as the operator's
-        first operand.
+        Follows the operands back through arrays that are not in memory, as the kernel
+        of the reduction computes these again. Arrays of another size than the
+        reduction's first operand are not followed.
+
+        Args:
+            operator: the reduction.
         """
         values = self.graph.values
         size = values[operator.inputs[0]].size

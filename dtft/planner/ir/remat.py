@@ -254,7 +254,9 @@ def _stretch(
         wrap_last: whether the last block is wrapped, too.
 
     Yields:
-        One equation for each wrapped block, and the equations of each other block.
+        For a block that is wrapped, one equation that calls it. For a block that is
+        not, its own equations: a block that has complex numbers or whose results are
+        read by no later equation, and the last block without `wrap_last`.
     """
     first = numbered[0][0]
     eqns = [eqn for _, eqn in numbered]

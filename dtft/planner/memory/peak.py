@@ -244,15 +244,16 @@ class Reread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReusedBuffer:
-    """An array whose memory another value takes if a mesh axis divides a dim in `rows`.
+    """An array whose buffer is used again for the result of an operator that reads it.
 
-    `rows` has the dims along which a reduction sums, such as the last dim of a softmax.
-    `kind` is the index of the array's kind in `LivenessTrace.kinds`.
+    This is so only if a mesh axis divides a dim in `rows`: the dims along which a
+    reduction sums, such as the last dim of a softmax. `kind` is the column of
+    `LivenessTrace.alive` that counts the array.
     """
 
     moment: int
-    """The moment (row of `LivenessTrace.alive`) when the other value is allocated. If
-    that value takes the buffer, the array is not alive at this moment."""
+    """The moment (row of `LivenessTrace.alive`) when the result is allocated. If the
+    result takes the buffer, the array is not alive at this moment."""
     kind: int
     num_bytes: int
     rows: tuple[int, ...]

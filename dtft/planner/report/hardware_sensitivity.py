@@ -157,8 +157,9 @@ def _double(curve: Curve) -> Curve:
 def _sizes(pool: Pool) -> Iterator[tuple[str, Pool]]:
     """Yields pools with twice and with half the members of the outermost level.
 
-    The members are, for example, hosts. Yields nothing for a single device, and no half
-    of one member. Each pool comes after a text of the change.
+    The members are, for example, hosts. Yields nothing for a single device. If the
+    level has one member, only the pool with two is yielded. Each pool comes after a
+    text of the change.
     """
     if not pool.levels:
         return

@@ -466,9 +466,10 @@ def attention(decision: Decision) -> tuple[Lint, ...]:
 def _with_fused(lint: Lint, decision: Decision) -> Lint:
     """Adds to a finding on attention what the best plan with fused attention saves.
 
-    Memory that scores do not take may allow a faster mesh, so the plan may save more
-    than the time of reading and writing scores. What a kernel saves further by skipping
-    scores that a mask hides is not counted. A plan that saves nothing is not mentioned.
+    Fused attention keeps no scores in memory, which may make room for a faster mesh. So
+    the plan may save more than the time of reading and writing scores. What a kernel
+    saves further by skipping scores that a mask hides is not counted. A plan that saves
+    nothing is not mentioned.
     """
     plan = decision.plan
     fused = best_of(

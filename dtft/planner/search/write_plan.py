@@ -432,7 +432,11 @@ def _alternatives(priced: Priced, num_ranked: int) -> tuple[Alternative, ...]:
 
 
 def as_alternative(priced: Priced, at: int) -> Alternative:
-    """Writes the candidate at index `at` of `priced` as an alternative of a plan."""
+    """Writes the candidate at index `at` of `priced`, as `Plan.alternatives` lists it.
+
+    Returns:
+        The candidate's mesh and settings, and its predicted step time and memory.
+    """
     candidate = priced.space[at]
     mesh: Mapping[str, int] = {a: n for a, n in candidate.mesh.items() if n > 1}
     return Alternative(
