@@ -167,9 +167,10 @@ def constrained(
 
     Args:
         fn: a function from trees of arrays, by position, to a tree of arrays.
-        constraints: map from the number of an operator of `fn`'s program (its position
-            in `dtft.planner.ir.operators`) to the spec of its first result. For an
-            operator in a loop, the result is that of one iteration.
+        constraints: map from the number of an operator of `fn`'s program to the spec of
+            its first result. The function `dtft.planner.ir.operators` yields the
+            operators in the order of their numbers, from 0. For an operator in a loop,
+            the result is that of one iteration.
         mesh: a mesh with the axes of the specs.
 
     Raises:

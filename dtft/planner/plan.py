@@ -289,9 +289,10 @@ class Plan:
 def _check(plan: Plan) -> None:
     """Checks mesh, knobs, specs, `axes` and `host` of a plan read from a file.
 
-    `axes` has the fabric levels and the share of work of each mesh axis. `host` has the
-    paths of optimizer state that is kept in host memory. Mesh and knobs of the
-    alternatives, and of the candidate in `left_out`, are checked, too.
+    `axes` has, for each mesh axis, its fabric levels and the share of the step's work
+    that it divides. `host` has the paths of optimizer state that is kept in host
+    memory. Mesh and knobs of the candidates that the plan lists beside the selected one
+    (`alternatives`, `left_out`) are checked, too.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names the

@@ -394,9 +394,9 @@ class Workload:
 
     @cached_property
     def weights(self) -> Arrays:
-        """Arrays with the dims of a parameter.
+        """Maps the set of a parameter's dims to the dim that mesh axes divide first.
 
-        The map is from the set of these dims to the dim that mesh axes divide first.
+        This holds for all arrays with these dims, such as the parameter's gradient.
         """
         return arrays_of_weights(self._dims_of_parameters, self.loop_dims)
 

@@ -233,6 +233,7 @@ class Follower:
     def _standby_failed(self, what: str) -> None:
         """Begins the pause before the next start of a standby trainer.
 
+        A standby trainer is a process that has started and waits for a slot.
         The pause lasts 5 s (`WARM_S`), and doubles with each further failure up to 60 s
         (`MOST_WARM_S`). After 120 s without a failure the next pause is 5 s again.
         `what` describes the failure in words; only the first of a series is logged.
@@ -1010,10 +1011,11 @@ class Follower:
         self._accept(task, layout)
 
     def _accept_restored(self, task: SlotTask) -> None:
-        """Accepts the trainer's layout, if it is that of the restored commit.
+        """Reports the trainer's layout, once it has arrived and the slot is restored.
 
-        Does nothing before the layout has arrived (in `task`) and the restore has
-        succeeded, because there may be no memory for the slot yet.
+        Is called after each of the two, and does nothing until both have happened: the
+        restore takes the memory that replication writes to. Replication starts then.
+        The layout in `task` is that of the restored commit.
         """
         if task.layout is not None and task.restored is not None:
             self._accept(task, task.layout)

@@ -392,10 +392,10 @@ def orders(
 def export_addresses(
     round_: Round, assignment: SlotAssignment, hosts: Mapping[str, HostRecord]
 ) -> dict[str, str]:
-    """Maps each host to the host:port of its coordination service for exports.
+    """Maps each host to the host:port at which it would serve coordination of exports.
 
-    In an export, only the host of rank 0 starts this service, at its host:port. Leaves
-    out hosts of the assignment that are not in `hosts`.
+    Each host reserves a port, but in an export only the host of rank 0 starts the
+    coordination service. Leaves out hosts of the assignment that are not in `hosts`.
 
     Args:
         round_: the attempt to form the job, in which hosts have reported their ports.

@@ -11,12 +11,14 @@ are:
   convolutions and custom kernels), arrays that loops slice, stack or carry, and results
   of the program are in memory. Operands of reductions and gathers need not be. All
   other arrays are computed again by each kernel that needs them.
-* An array that only casts read is written in the dtype of the casts.
+* If all operators that read an array are casts, it is written in the widest dtype of
+  their results, unless its own is narrower.
 * An array that several kernels need is computed once and written, if this moves fewer
   bytes than computing it in each kernel from other arrays in memory.
-* A reduction of rows is part of the kernel that reads the same arrays and the reduced
-  rows (layer norm, softmax). It is a kernel of its own if it reduces exponentials or
-  similar functions, and several kernels read the rows.
+* A reduction over the last dims of an array, as in a softmax or layer norm, is part of
+  the kernel that reads its result and the same arrays. It is a kernel of its own if its
+  operands are computed with exponentials or the like, and several kernels read its
+  result.
 * Any other reduction is part of a kernel that reads or writes the same large arrays, if
   neither waits for the other's result.
 * An operand of a matmul is copied into another order if its batch dims are not first,
