@@ -254,9 +254,9 @@ def _stretch(
         wrap_last: whether the last block is wrapped, too.
 
     Yields:
-        For a block that is wrapped, one equation that calls it. For a block that is
-        not, its own equations: a block that has complex numbers or whose results are
-        read by no later equation, and the last block without `wrap_last`.
+        For a block that is wrapped, one equation that calls it. For any other block, its
+        own equations. Not wrapped are blocks with complex numbers, blocks without a
+        result that is used after them, and without `wrap_last` the last block.
     """
     first = numbered[0][0]
     eqns = [eqn for _, eqn in numbered]
