@@ -254,8 +254,8 @@ def _stretch(
         wrap_last: whether the last block is wrapped, too.
 
     Yields:
-        For a block that is wrapped, one equation that calls it. For any other block, its
-        own equations. Not wrapped are blocks with complex numbers, blocks without a
+        For a block that is wrapped, one equation that calls it. For any other block,
+        its own equations. Not wrapped are blocks with complex numbers, blocks without a
         result that is used after them, and without `wrap_last` the last block.
     """
     first = numbered[0][0]
