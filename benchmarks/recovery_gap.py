@@ -3,10 +3,11 @@
 For a mesh of replicas, one with fsdp and one with stages, `dtft drill` kills the host
 of slot 1 again and again; a spare takes the slot, and the killed host comes back as a
 spare. Each job runs once with `cluster.hot_swap` (rung 0) and once without (rung 2).
-Prints the median and the 95th percentile of each phase and of the gap between the last
-commit before the loss and the first after it.
+A third job, without it, loses the trainer of slot 1 alone, whose host starts a new one
+from its own memory (rung 1). Prints the median and the 95th percentile of each phase
+and of the gap between the last commit before the loss and the first after it.
 
-    python benchmarks/recovery_gap.py [--kills 20] [--json FILE]
+    python benchmarks/recovery_gap.py [--kills 20] [--rungs 0 1 2] [--json FILE]
 """
 
 import argparse
@@ -38,23 +39,30 @@ STEPS_BETWEEN = {"replica": 300, "fsdp": 150, "stage": 150}
 """Steps from one kill to the next, in which the killed host comes back and warms up."""
 LIMIT_S = 1800.0
 """Seconds after which a job is ended."""
+LOSSES = {
+    0: ("kill-host", "--cluster.hot_swap", "True"),
+    1: ("kill-trainer", "--cluster.hot_swap", "False"),
+    2: ("kill-host", "--cluster.hot_swap", "False"),
+}
+"""What is killed, and the flags of the job, by the rung that recovers from it."""
 PHASES = ("detect", "leave", "record", "restore", "first_step")
 
 
 def recoveries(
-    mesh: Sequence[str], apart: int, kills: int, root: Path, *, hot_swap: bool
+    mesh: Sequence[str], apart: int, kills: int, root: Path, *, rung: int
 ) -> list[dict[str, Any]]:
-    """Runs one drill; returns its recoveries.
+    """Runs one drill, of a loss that `rung` recovers from; returns its recoveries.
 
     Raises:
         SystemExit: the drill failed.
     """
     file = root / "drill.json"
-    faults = [f"kill-host:1@{apart * number}" for number in range(1, kills + 1)]
+    fault, *flags = LOSSES[rung]
+    faults = [f"{fault}:1@{apart * number}" for number in range(1, kills + 1)]
     words = [*mesh, "--spares", "1", "--rejoin", "1", "--run-dir", str(root)]
     words += ["--control", str(root / "control"), "--json", str(file)]
-    words += ["--stop.steps", str(apart * (kills + 1)), "--cluster.hot_swap"]
-    words += [str(hot_swap), "--checkpoint.storage_interval", "0"]
+    words += ["--stop.steps", str(apart * (kills + 1)), *flags]
+    words += ["--checkpoint.storage_interval", "0"]
     words += [word for fault in faults for word in ("--fault", fault)]
     command = [sys.executable, "-m", "dtft.cli", "drill", *words]
     log = root / "drill.log"
@@ -86,6 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20, help="kills of each mesh")
     parser.add_argument("--only", default="", help="names of meshes to run: a part")
+    parser.add_argument(
+        "--rungs", type=int, nargs="+", choices=sorted(LOSSES), default=sorted(LOSSES)
+    )
     parser.add_argument("--json", default="", help="file for all recoveries")
     options = parser.parse_args()
     seen: dict[str, list[dict[str, Any]]] = {}
@@ -96,17 +107,15 @@ def main() -> None:
         if options.only not in name:
             continue
         apart = STEPS_BETWEEN[name.partition(",")[0]]
-        for hot_swap in (True, False):
+        for rung in options.rungs:
             found: list[dict[str, Any]] = []
             with tempfile.TemporaryDirectory() as directory:
                 while len(found) < options.kills:
                     kills = min(PER_JOB, options.kills - len(found))
-                    found += recoveries(
-                        mesh, apart, kills, Path(directory), hot_swap=hot_swap
-                    )
-            rungs = sorted({it["rung"] for it in found})
-            seen[f"{name}, hot_swap={hot_swap}"] = found
-            print(row(name, ", ".join(map(str, rungs)), found), flush=True)
+                    found += recoveries(mesh, apart, kills, Path(directory), rung=rung)
+            taken = sorted({it["rung"] for it in found})
+            seen[f"{name}, rung {rung}"] = found
+            print(row(name, ", ".join(map(str, taken)), found), flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(seen, indent=1) + "\n")
 

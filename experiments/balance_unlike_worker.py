@@ -134,6 +134,7 @@ class Host:
         """
         for number in range(after * EVERY + 1, (after + rounds) * EVERY + 1):
             batch = balancer.feed.take(number)
+            balancer.prepare(batch.arrays)
             self.state, _ = balancer.step(self.state, batch.arrays)
             balancer.feed.prepare(number + 1)
             now = balancer.balance
