@@ -32,6 +32,8 @@ WORK_SIZE = 128
 """Side of the square matrices that the step multiplies to take its time."""
 TRIED_TURNS = 500
 """Multiplications that are timed to find out what one costs."""
+TRIES = 3
+"""Times that the update and the multiplications are timed."""
 
 State = dict[str, jax.Array]
 
@@ -111,16 +113,28 @@ class Step:
         return jax.block_until_ready(self._run(state, np.int32(self._turns)))
 
     def calibrate(self, state: State, seconds: float) -> State:
-        """Finds the work that makes a step take `seconds`, equal on all hosts."""
-        times = []
-        for self._turns in (0, 0, TRIED_TURNS):  # the first one compiles
+        """Finds the work that makes a step take `seconds`, equal on all hosts.
+
+        The work is timed alone, by the fastest of some tries: it may take less time
+        than the update of a large state varies.
+        """
+        work, updates, works = jax.jit(_work), [], []
+        for _ in range(1 + TRIES):  # the first one compiles
             begun = time.monotonic()
             state = self(state)
-            times.append(time.monotonic() - begun)
-        each = max(times[2] - times[1], 1e-6) / TRIED_TURNS
-        wanted = np.int32(max(0, round((seconds - times[1]) / each)))
+            updates.append(time.monotonic() - begun)
+            begun = time.monotonic()
+            jax.block_until_ready(work(np.int32(TRIED_TURNS)))
+            works.append(time.monotonic() - begun)
+        left, each = seconds - min(updates[1:]), min(works[1:]) / TRIED_TURNS
+        wanted = np.int32(max(0, round(left / each)))
         self._turns = int(multihost_utils.broadcast_one_to_all(wanted))
         return state
+
+
+def _work(turns: jax.Array) -> jax.Array:
+    matrix = jnp.full((WORK_SIZE, WORK_SIZE), 1 / WORK_SIZE, jnp.float32)
+    return jax.lax.fori_loop(0, turns, lambda _, m: m @ matrix, matrix)
 
 
 def _compiled(mesh: Mesh) -> Callable[..., State]:
@@ -132,12 +146,8 @@ def _compiled(mesh: Mesh) -> Callable[..., State]:
         check_vma=False,
     )
 
-    def work(turns: jax.Array) -> jax.Array:
-        matrix = jnp.full((WORK_SIZE, WORK_SIZE), 1 / WORK_SIZE, jnp.float32)
-        return jax.lax.fori_loop(0, turns, lambda _, m: m @ matrix, matrix)
-
     def step(state: State, turns: jax.Array) -> State:
-        small = add_up(work(turns)[0, 0]) * jnp.float32(1e-6)
+        small = add_up(_work(turns)[0, 0]) * jnp.float32(1e-6)
         return {p: x * jnp.float32(0.999) + small for p, x in state.items()}
 
     return jax.jit(step, donate_argnums=0)
