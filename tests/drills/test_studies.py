@@ -15,6 +15,7 @@ EXPERIMENTS = ROOT / "experiments"
 ELSEWHERE = {
     "gpu_optimizer": "needs a GPU",
     "orbax_defects": "test_orbax_has_the_defects.py runs its cases",
+    "plan_quality": "takes over four minutes",
     "third_party_models": "installs other people's packages, for half an hour",
 }
 """Studies that do not run here, and why."""
