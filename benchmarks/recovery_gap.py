@@ -94,8 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20, help="kills of each mesh")
     parser.add_argument("--only", default="", help="names of meshes to run: a part")
+    rungs = sorted(LOSSES)
     parser.add_argument(
-        "--rungs", type=int, nargs="+", choices=sorted(LOSSES), default=sorted(LOSSES)
+        "--rungs", type=int, nargs="+", choices=rungs, default=rungs, help="a part"
     )
     parser.add_argument("--json", default="", help="file for all recoveries")
     options = parser.parse_args()

@@ -115,8 +115,8 @@ class Step:
     def calibrate(self, state: State, seconds: float) -> State:
         """Finds the work that makes a step take `seconds`, equal on all hosts.
 
-        The work is timed alone, by the fastest of some tries: it may take less time
-        than the update of a large state varies.
+        The work is timed alone, and the fastest try counts. A difference of two steps
+        would not do: the time of a large state's update varies by more than the work.
         """
         work, updates, works = jax.jit(_work), [], []
         for _ in range(1 + TRIES):  # the first one compiles
