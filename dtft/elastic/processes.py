@@ -9,7 +9,6 @@ import random
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,15 +21,6 @@ _POLL_S = 0.005
 _CLEANUP_S = 30.0
 """Seconds that a command has, after SIGTERM, to end its own processes."""
 _LOWEST_PORT = 10_000
-
-
-LOW_PRIORITY = 10
-"""Niceness of work that nobody waits for yet: training and recovery go first."""
-
-
-def lower_priority() -> None:
-    """Gives a low priority to this thread and to the threads that it starts later."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
 
 
 def die_with_parent() -> None:

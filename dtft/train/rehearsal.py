@@ -22,9 +22,9 @@ from typing import Any
 import jax
 
 from dtft._jax_internals import PortableProgram
+from dtft._priority import lower_priority
 from dtft.config import Experiment
 from dtft.data import make_datasets
-from dtft.elastic.processes import lower_priority
 from dtft.parallel import TrainStep, make_mesh, scaled_mesh
 from dtft.parallel.planning import planned_mesh, recorded_plan
 from dtft.planner.plan import Plan

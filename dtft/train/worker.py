@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from dtft._priority import lower_priority
 from dtft.checkpoint.managers import (
     AgentGone,
     AgentLink,
@@ -42,7 +43,6 @@ from dtft.checkpoint.managers import (
 from dtft.checkpoint.replication import Experience, Window
 from dtft.config import ConfigError, Experiment, load_experiment, refuse_other, to_json
 from dtft.elastic.job import TURNS
-from dtft.elastic.processes import lower_priority
 from dtft.elastic.stack_dump import accept_requests
 from dtft.train.devices import keep_freed, leave_gpu_collectives
 from dtft.train.drill_failure import DrillFailure

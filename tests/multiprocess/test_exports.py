@@ -166,3 +166,20 @@ def test_an_exporter_that_closes_its_output_and_goes_on_is_killed(
     pid = int(log.read_text())
     wait_until(lambda: not Path(f"/proc/{pid}").exists())
     exporter.close()
+
+
+def test_an_exporter_gives_way_to_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho $$ >&2; exec sleep 300\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    log = tmp_path / "log"
+    exporter = ExporterProcess({}, lambda *_: None, open_log=lambda: log.open("wb"))
+    wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
+    pid = int(log.read_text())
+    wanted = max(exporter_client.NICENESS, os.getpriority(os.PRIO_PROCESS, 0))
+    wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == wanted)
+    exporter.close()
+    wait_until(lambda: not Path(f"/proc/{pid}").exists())

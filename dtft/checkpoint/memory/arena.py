@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dtft._priority import lower_priority
 from dtft.checkpoint.replication import CopyPlacement, Push
 from dtft.checkpoint.state import Chunks, Layout, offsets_of
 
@@ -156,7 +157,7 @@ class Arena:
         return thread
 
     def _map_pages(self) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST)
+        lower_priority(_LOWEST)
         for offset in range(0, self.size, _MAPPED):
             try:
                 view = self.view(offset, min(_MAPPED, self.size - offset))

@@ -6,8 +6,6 @@ bytes) is not written if it is the same as in the last two snapshots.
 """
 
 import itertools
-import os
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import jax
 import numpy as np
 import xxhash
 
+from dtft._priority import lower_priority
 from dtft.checkpoint.memory.arena import AlignedAllocator
 from dtft.checkpoint.state import (
     ABSENT,
@@ -109,7 +108,7 @@ def _give_way() -> None:
 
     The agent may still be sending slices to other hosts, which wait for them.
     """
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    lower_priority(NICENESS)
 
 
 def _is_loaded(

@@ -18,7 +18,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import IO, Any
 
+from dtft._priority import lower_priority
+
 logger = logging.getLogger(__name__)
+
+NICENESS = 5
+"""Niceness of an exporter: the training on its host goes first."""
 
 EXPORTER_START_S = 60.0
 """Seconds that an exporter gets on top of the limit of a save, because a new exporter
@@ -114,7 +119,7 @@ class ExporterProcess:
     def _start(self) -> "subprocess.Popen[str]":
         with contextlib.ExitStack() as opened:
             log = opened.enter_context(self._open_log()) if self._open_log else None
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "dtft.checkpoint.storage.exporter"],
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
                 stdin=subprocess.PIPE,
@@ -128,6 +133,8 @@ class ExporterProcess:
                 # exporter ends at the end of its stdin.
                 process_group=0,
             )
+            lower_priority(NICENESS, process.pid)
+            return process
 
     def _speak(self) -> None:
         """Starts the process and writes the messages to its stdin.

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dtft._priority import lower_priority
 from dtft.checkpoint.memory import ReplicaStore, VerifiedCopies
 from dtft.checkpoint.transport import MAX_REQUEST_HEADER, Channel, WireError, no_payload
 from dtft.elastic.job import AgentConfig
-from dtft.elastic.processes import lower_priority
 from dtft.elastic.transfer import Inbox
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dtft._priority import lower_priority
 from dtft.checkpoint.state import Layout, Parts, WantedSlice
 from dtft.checkpoint.transport import (
     Credentials,
@@ -27,7 +28,6 @@ from dtft.checkpoint.transport import (
     fetch_slices,
     no_payload,
 )
-from dtft.elastic.processes import lower_priority
 from dtft.elastic.transfer.replica_server import NEWEST
 from dtft.elastic.transfer.replication import Epoch
 
