@@ -883,7 +883,8 @@ class TrainerProcess:
             self._runtime, self._training, self._is_leaving = None, None, False
         if self._world is not None:
             self._world.keys.forget()
-        self._dialogue.send("left_slot", number=order["number"])
+        # Queued, so that a step handed over before does not arrive after it.
+        self._dialogue.queue("left_slot", number=order["number"])
         # Frees arrays of the former formation while the leader waits for other hosts.
         gc.collect()
 

@@ -75,7 +75,8 @@ class Host:
         room, last = self.holder.begin_stage(step), self.last
         base = last if last is not None and last.step == room.base else None
         buffers = np.frombuffer(room.buffers, np.uint8)
-        self.last = last = self.plan.write(step, arrays, memory, buffers, base, copied)
+        made = self.plan.write(step, arrays, memory, buffers, base, copied)
+        self.last = last = made.snapshot()
         kept = pack_flags(last.kept)
         self.holder.staged(step, last.digests, {"step": step}, kept)
         return list(last.digests)

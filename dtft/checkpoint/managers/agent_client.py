@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dtft.checkpoint.managers.agent_link import (
     Dialogue,
     LinkClosed,
 )
-from dtft.checkpoint.memory import Arena, Snapshot, SnapshotPlan
+from dtft.checkpoint.memory import Arena, CopiedStep, Snapshot, SnapshotPlan
 from dtft.checkpoint.replication import Cadence, SnapshotSchedule, Window
 from dtft.checkpoint.state import Layout, pack_flags
 from dtft.checkpoint.storage import StorageTier, storage_steps
@@ -105,6 +106,10 @@ class AgentCheckpointManager:
         self._order: dict[str, Any] | None = None
         self._room: dict[str, Any] | None = None
         self._last: Snapshot | None = None
+        self._digester = ThreadPoolExecutor(1)
+        self._digested: Future[None] | None = None
+        """Ends when the step saved last is digested; None if nobody waits for it."""
+        self._is_closed = False
         self._asked: int | None = None
         self._last_step = last
         self._released = self._committed = self._saved = 0
@@ -220,7 +225,9 @@ class AgentCheckpointManager:
 
         A chunk (a part of an array's bytes) is not written if its digest is the same as
         in the last two saves. The step then shares the chunk's memory with the last
-        save. The arrays may be donated when this method has returned.
+        save. The arrays may be donated when this method has returned. The copy of a
+        large state is digested afterwards, on a background thread, and is then
+        replicated.
 
         Args:
             step: number of the step.
@@ -234,35 +241,77 @@ class AgentCheckpointManager:
                 items have more than `MAX_ITEMS_BYTES` (3 MiB).
             TimeoutError: the agent did not assign memory for the step in time.
             AgentGone: the agent has ended, or has detached this process.
+            RuntimeError: the step saved before could not be digested.
         """
         begun = time.monotonic()
         _refuse_large(step, args.items)
+        self._await_digests()
         with self._dialogue.condition:
             if self._asked != step:
                 self._ask(step)
         self._dialogue.wait(lambda: self._room is not None, f"room for step {step}")
-        self._last = written = self._write(step, args.arrays)
+        copied = self._copy(step, args.arrays)
         with self._dialogue.condition:
             self._saved, self._room = step, None
             self._asked = following = self._following()
             interval = self._schedule.interval(after=step)
         items = dict(args.items) | ({ITEM: interval} if self._automatic else {})
-        self._dialogue.queue(
-            "staged",
-            step=step,
-            digests=written.digests,
-            kept=pack_flags(written.kept),
-            items=items,
-            interval=interval,
-            window=vars(args.window) if args.window else None,
-            following=following,
-        )
+        told = {
+            "step": step,
+            "items": items,
+            "interval": interval,
+            "window": vars(args.window) if args.window else None,
+            "following": following,
+        }
+        if copied.has_digests:
+            self._hand_over(copied, told)
+        else:
+            self._digested = self._digester.submit(self._hand_over, copied, told)
+            self._digested.add_done_callback(lambda _: self._dialogue.wake())
         self.stalls_s.append(time.monotonic() - begun)
         return True
 
-    def _write(
+    def _hand_over(self, copied: CopiedStep, told: Mapping[str, Any]) -> None:
+        """Digests a copied step, and tells the agent that the step is in its memory.
+
+        `told` has the fields of the message that are known before the digests.
+        """
+        written = copied.snapshot()
+        with self._dialogue.condition:
+            if self._is_closed:  # the agent may use the memory for something else
+                return
+            self._last = written
+            self._dialogue.queue(
+                "staged",
+                digests=written.digests,
+                kept=pack_flags(written.kept),
+                **told,
+            )
+
+    def _await_digests(self) -> None:
+        """Waits until the step saved last is digested and handed over to the agent.
+
+        Raises:
+            RuntimeError: the step could not be digested; it counts as not saved.
+            TimeoutError: the step was not digested in time.
+            AgentGone: the agent has ended, or has detached this process.
+        """
+        if self._digested is None:
+            return
+        step = self._saved
+        self._dialogue.wait(self._digested.done, f"the digests of step {step}")
+        error, self._digested = self._digested.exception(), None
+        if error is not None:
+            with self._dialogue.condition:
+                self._saved, self._asked = self._released, None
+            raise RuntimeError(
+                f"step {step} was copied, but could not be digested: "
+                f"{type(error).__name__}: {error}. Save the step again."
+            ) from error
+
+    def _copy(
         self, step: int, arrays: Mapping[str, jax.Array | np.ndarray]
-    ) -> Snapshot:
+    ) -> CopiedStep:
         room, last = self._room, self._last
         assert room is not None and self._arena is not None
         return self._plan.write(
@@ -343,7 +392,9 @@ class AgentCheckpointManager:
         Raises:
             TimeoutError: the step was not safe in time.
             AgentGone: the agent has ended, or has detached this process.
+            RuntimeError: the step could not be digested.
         """
+        self._await_digests()
         self._dialogue.wait(
             lambda: self._released >= self._saved, f"step {self._saved}"
         )
@@ -364,7 +415,13 @@ class AgentCheckpointManager:
                 raise TimeoutError(f"{limit_s:.0f} s mapping the arena; it goes on")
 
     def close(self) -> None:
-        """Unmaps the memory shared with the agent, which keeps the saved steps."""
+        """Unmaps the memory shared with the agent, which keeps the saved steps.
+
+        A step that is not digested yet is given up: its digests are not sent.
+        """
+        with self._dialogue.condition:
+            self._is_closed = True
+        self._digester.shutdown(wait=False)
         if self._arena is not None:
             self._arena.close()
 

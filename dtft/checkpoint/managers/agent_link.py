@@ -874,6 +874,11 @@ class Dialogue:
                 text = f"{limit_s:.0f} s waiting for {what}; limit: {limit}"
                 raise TimeoutError(text)
 
+    def wake(self) -> None:
+        """Makes each `wait` in progress check its condition, as after a message."""
+        with self.condition:
+            self.condition.notify_all()
+
     def send(self, op: str, **fields: Any) -> None:
         """Sends a message of the kind `op` on the calling thread, which may block.
 

@@ -25,12 +25,18 @@ if TYPE_CHECKING:
     from dtft.checkpoint.memory.local_store import Corrupt, Version, Versions
     from dtft.checkpoint.memory.own_copies import Restoring
     from dtft.checkpoint.memory.replica_store import ReplicaStore
-    from dtft.checkpoint.memory.snapshot import CorruptCopy, Snapshot, SnapshotPlan
+    from dtft.checkpoint.memory.snapshot import (
+        CopiedStep,
+        CorruptCopy,
+        Snapshot,
+        SnapshotPlan,
+    )
     from dtft.checkpoint.memory.verification import VerifiedCopies
 
 _PUBLIC = {
     "AlignedAllocator": "arena",
     "Arena": "arena",
+    "CopiedStep": "snapshot",
     "Corrupt": "local_store",
     "CorruptCopy": "snapshot",
     "DEFAULT_DIRECTORY": "arena",
@@ -48,6 +54,7 @@ _PUBLIC = {
 __all__ = [
     "AlignedAllocator",
     "Arena",
+    "CopiedStep",
     "Corrupt",
     "CorruptCopy",
     "DEFAULT_DIRECTORY",

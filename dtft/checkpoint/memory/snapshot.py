@@ -7,7 +7,7 @@ bytes) is not written if it is the same as in the last two snapshots.
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from dtft._priority import lower_priority
 from dtft.checkpoint.memory.arena import AlignedAllocator
 from dtft.checkpoint.state import (
     ABSENT,
+    BRIEF_BYTES,
     DIGEST_BYTES,
     Chunks,
     Layout,
@@ -153,6 +154,61 @@ class Snapshot:
     in the same buffer."""
 
 
+_Written = bytes | memoryview
+"""The digest of a chunk; or the chunk's copy, if the copy is not digested yet."""
+
+
+class CopiedStep:
+    """A step whose slices are in shared memory, and whose digests may be missing.
+
+    The shared memory must not change until `snapshot` has returned.
+    """
+
+    def __init__(
+        self,
+        written: Sequence[Sequence[_Written]],
+        digested: Callable[[Iterator[bytes]], Snapshot],
+    ) -> None:
+        """Digests nothing yet.
+
+        Args:
+            written: of each range of chunks, what each chunk has: its digest, or the
+                copy to digest.
+            digested: makes the snapshot from the digests of all chunks, in order.
+        """
+        self._written, self._digested = written, digested
+        self._left = sum(
+            it.nbytes for one in written for it in one if isinstance(it, memoryview)
+        )
+
+    @property
+    def has_digests(self) -> bool:
+        """Whether all chunks are digested, so that `snapshot` takes no time."""
+        return not self._left
+
+    def snapshot(self) -> Snapshot:
+        """Digests the copies that are not digested yet.
+
+        Returns:
+            The digests, and which chunks are unchanged since the last snapshot.
+        """
+        threads = copying_threads(self._left)
+        if threads < 2:
+            found = list(map(digests_of, self._written))
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                found = list(pool.map(digests_of, self._written))
+        return self._digested(itertools.chain.from_iterable(found))
+
+
+def digests_of(written: Sequence[_Written]) -> list[bytes]:
+    """Returns the digest of each chunk; computes those that are missing."""
+    return [
+        xxhash.xxh3_128_digest(it) if isinstance(it, memoryview) else it
+        for it in written
+    ]
+
+
 class CorruptCopy(RuntimeError):
     """A copy in this host's memory does not match its digests and was not loaded."""
 
@@ -192,14 +248,17 @@ class SnapshotPlan:
         buffers: np.ndarray,
         base: Snapshot | None = None,
         copied: np.ndarray | None = None,
-    ) -> Snapshot:
+    ) -> CopiedStep:
         """Copies every slice to shared memory, except chunks that stay unchanged.
 
         A chunk (a part of a slice's bytes) that did not change at the last snapshot is
         first only digested, and copied if its digest differs from that of the last
-        snapshot. Every other chunk is copied and digested in one pass. If its digest
-        equals that of the last snapshot, the chunk counts as unchanged and keeps its
-        old buffer.
+        snapshot. Every other chunk is copied. If its digest equals that of the last
+        snapshot, the chunk counts as unchanged and keeps its old buffer.
+
+        Training waits for this call, so a copy that several threads share is digested
+        later, by `CopiedStep.snapshot`. The digest of a smaller copy costs less than
+        another thread, so the smaller copy is digested at once.
 
         Equal digests (xxh3-128) are taken for equal bytes: a change is missed by
         accident with a probability of 2^-128. The buffer of an unchanged chunk is not
@@ -216,7 +275,7 @@ class SnapshotPlan:
             copied: [slices] bool, which slices to copy; by default all.
 
         Returns:
-            The digests, and which chunks are unchanged.
+            The copied step; the arrays may be donated or deleted.
 
         Raises:
             ValueError: a slice is not on this host's devices.
@@ -229,9 +288,10 @@ class SnapshotPlan:
         if skipped:
             left = [[it for it in one if it.index not in skipped] for one in ranges]
             ranges = [tuple(one) for one in left if one]
+        threads = copying_threads(sum(part.nbytes for one in ranges for part in one))
 
-        def write(parts: Range, views: Sequence[memoryview]) -> list[bytes]:
-            made: list[bytes] = []
+        def write(parts: Range, views: Sequence[memoryview]) -> list[_Written]:
+            made: list[_Written] = []
             for part, view in zip(parts, views, strict=True):
                 known = base.digests[part.index] if base is not None else b""
                 ahead = part.start // self.chunks.chunk_bytes
@@ -240,23 +300,26 @@ class SnapshotPlan:
                 made += self._write_part(
                     *(view, memory, where[first:last]),
                     *(known[ahead * DIGEST_BYTES :], calm[first:last]),
+                    digest_later=threads > 1,
                 )
             return made
 
         views = self._views(ranges, arrays)
-        threads = copying_threads(sum(part.nbytes for one in ranges for part in one))
         if threads < 2:
             made = list(map(write, ranges, views))
         else:
             with ThreadPoolExecutor(threads) as pool:
                 made = list(pool.map(write, ranges, views))
-        found = itertools.chain.from_iterable(made)
-        digests = [
-            b"" if index in skipped else b"".join(itertools.islice(found, count))
-            for index, count in enumerate(np.diff(self._first).tolist())
-        ]
-        kept = self._equal(digests, base.digests if base is not None else ())
-        return Snapshot(step=step, digests=tuple(digests), kept=kept)
+
+        def digested(found: Iterator[bytes]) -> Snapshot:
+            digests = [
+                b"" if index in skipped else b"".join(itertools.islice(found, count))
+                for index, count in enumerate(np.diff(self._first).tolist())
+            ]
+            kept = self._equal(digests, base.digests if base is not None else ())
+            return Snapshot(step=step, digests=tuple(digests), kept=kept)
+
+        return CopiedStep(made, digested)
 
     def _views(
         self, ranges: Iterable[Range], arrays: Mapping[str, HostOrDevice]
@@ -312,7 +375,9 @@ class SnapshotPlan:
         where: Sequence[int],
         known: bytes,
         calm: Sequence[bool],
-    ) -> list[bytes]:
+        *,
+        digest_later: bool,
+    ) -> list[_Written]:
         """Copies chunks of a slice to shared memory, except those that stay unchanged.
 
         A calm chunk (one that was unchanged in the last snapshot) is digested first,
@@ -325,12 +390,13 @@ class SnapshotPlan:
             known: digests of the chunks in the last snapshot, 16 bytes each; more bytes
                 are ignored. b"" without a last snapshot, or if it lacks the slice.
             calm: whether each chunk is calm.
+            digest_later: whether copies of large chunks are not digested yet.
 
         Returns:
-            The digest of each chunk.
+            The digest of each chunk, or its copy if it is digested later.
         """
         size = self.chunks.chunk_bytes
-        found: list[bytes] = []
+        found: list[_Written] = []
         for at, start in enumerate(where):
             part = raw if len(where) == 1 else raw[at * size : (at + 1) * size]
             if calm[at]:
@@ -338,7 +404,12 @@ class SnapshotPlan:
                 if xxhash.xxh3_128_digest(part) == before:
                     found.append(before)
                     continue
-            found.append(copy_chunk(part, memory[start : start + len(part)]))
+            copy = memory[start : start + len(part)]
+            if digest_later and len(part) > BRIEF_BYTES:
+                np.copyto(np.frombuffer(copy, np.uint8), np.frombuffer(part, np.uint8))
+                found.append(copy)
+            else:
+                found.append(copy_chunk(part, copy))
         return found
 
     def _equal(self, digests: Sequence[bytes], before: Sequence[bytes]) -> np.ndarray:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     )
     from dtft.checkpoint.state.digests import (
         ABSENT,
+        BRIEF_BYTES,
         DIGEST_BYTES,
         MAX_CHUNK_BYTES,
         Chunks,
@@ -120,6 +121,7 @@ _PUBLIC = {
     "Chunks": "digests",
     "CorruptItems": "sealed_items",
     "DEFAULT": "record",
+    "BRIEF_BYTES": "digests",
     "DIGEST_BYTES": "digests",
     "ITEMS": "record",
     "Kind": "record",
@@ -204,6 +206,7 @@ __all__ = [
     "Chunks",
     "CorruptItems",
     "DEFAULT",
+    "BRIEF_BYTES",
     "DIGEST_BYTES",
     "ITEMS",
     "Kind",

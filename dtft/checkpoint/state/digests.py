@@ -236,7 +236,7 @@ _BLOCK_BYTES = 1 << 20
 cache. A whole chunk may be larger than the cache; smaller blocks are copied slower."""
 
 
-_BRIEF_BYTES = 64 << 10
+BRIEF_BYTES = 64 << 10
 """Chunks of at most this size in bytes are copied while holding the interpreter lock.
 Such a copy takes microseconds, less than making numpy arrays of source and target."""
 
@@ -306,7 +306,7 @@ def copy_chunk(source: memoryview, target: memoryview) -> bytes:
 
     `source` and `target` are one-dimensional views of bytes, of the same size.
     """
-    if len(target) <= _BRIEF_BYTES:
+    if len(target) <= BRIEF_BYTES:
         if len(target):
             target[:] = source
         return xxhash.xxh3_128_digest(target)

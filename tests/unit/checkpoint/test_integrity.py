@@ -96,7 +96,7 @@ def test_every_bit_gets_from_devices_to_memory_and_back() -> None:
     plan = SnapshotPlan(layout((0, 0, 0, 0)), 0, CHUNK)
     memory = memoryview(bytearray(plan.chunks.nbytes))
     buffers = np.zeros(plan.chunks.num_chunks, np.uint8)
-    digests = plan.write(1, with_plain_keys(arrays), memory, buffers).digests
+    digests = plan.write(1, with_plain_keys(arrays), memory, buffers).snapshot().digests
     wanted = abstract(arrays)
     back = with_typed_keys(
         plan.read(memory, buffers, digests, with_plain_keys(wanted)), wanted

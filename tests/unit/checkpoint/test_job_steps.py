@@ -347,7 +347,7 @@ def test_after_a_first_save_that_failed_there_is_nothing_to_wait_for(
 
     manager = serving.manager()
     with monkeypatch.context() as patch:
-        patch.setattr(AttachedMemory, "_write", fail)
+        patch.setattr(AttachedMemory, "_copy", fail)
         with pytest.raises(OSError, match="no memory"):
             save(manager, 0)
     manager.wait_until_finished()

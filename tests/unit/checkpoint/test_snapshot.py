@@ -10,7 +10,12 @@ import xxhash
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from dtft.checkpoint.memory import snapshot
-from dtft.checkpoint.memory.snapshot import CorruptCopy, Snapshot, SnapshotPlan
+from dtft.checkpoint.memory.snapshot import (
+    CopiedStep,
+    CorruptCopy,
+    Snapshot,
+    SnapshotPlan,
+)
 from dtft.checkpoint.state import digests
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
 
@@ -75,7 +80,7 @@ def test_every_bit_comes_back(mesh):
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
     memory = Memory(plan)
     buffers = np.arange(plan.chunks.num_chunks, dtype=np.uint8) % 2  # scattered
-    digests = plan.write(1, arrays, memory.bytes, buffers).digests
+    digests = plan.write(1, arrays, memory.bytes, buffers).snapshot().digests
     back = plan.read(memory.bytes, buffers, digests, abstract_of(arrays))
     for path, array in arrays.items():
         assert np.asarray(back[path]).tobytes() == np.asarray(array).tobytes(), path
@@ -86,13 +91,14 @@ def test_slices_are_found_again_when_the_sharding_changes(mesh):
     arrays = state(mesh)
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
     memory = Memory(plan)
-    first = plan.write(1, arrays, memory.bytes, memory.first)
+    first = plan.write(1, arrays, memory.bytes, memory.first).snapshot()
     turned = jax.sharding.Mesh(mesh.devices[:, ::-1], mesh.axis_names)
     moved = {
         path: jax.device_put(array, NamedSharding(turned, PartitionSpec(*SPECS[path])))
         for path, array in arrays.items()
     }
-    assert plan.write(2, moved, memory.bytes, memory.second).digests == first.digests
+    second = plan.write(2, moved, memory.bytes, memory.second).snapshot()
+    assert second.digests == first.digests
     whole = NamedSharding(mesh, PartitionSpec())
     moved["w"] = jax.device_put(arrays["w"], whole)
     with pytest.raises(ValueError, match="not on this host's devices"):
@@ -103,7 +109,7 @@ def test_a_flipped_bit_is_not_loaded(mesh):
     arrays = state(mesh)
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
     memory = Memory(plan)
-    digests = plan.write(1, arrays, memory.bytes, memory.first).digests
+    digests = plan.write(1, arrays, memory.bytes, memory.first).snapshot().digests
     plan.chunks.parts(memory.bytes, memory.first, 1).views[0][0] ^= 4
     with pytest.raises(CorruptCopy, match=r"w\[.*does not match its digest"):
         plan.read(memory.bytes, memory.first, digests, abstract_of(arrays))
@@ -113,7 +119,7 @@ def test_what_was_read_does_not_change_when_the_arena_does(mesh):
     arrays = state(mesh)
     plan = SnapshotPlan(layout_of(arrays), 0, CHUNK)
     memory = Memory(plan)
-    digests = plan.write(1, arrays, memory.bytes, memory.first).digests
+    digests = plan.write(1, arrays, memory.bytes, memory.first).snapshot().digests
     back = plan.read(memory.bytes, memory.first, digests, abstract_of(arrays))
     memory.bytes[:] = bytes(len(memory.bytes))
     assert np.asarray(back["w"]).tobytes() == np.asarray(arrays["w"]).tobytes()
@@ -146,7 +152,7 @@ def test_only_what_changes_is_written_and_it_is_read_once(mesh, monkeypatch):
         one_pass.clear()
         digested.clear()
         buffers = memory.first if step % 2 else memory.second
-        made = plan.write(step, arrays, memory.bytes, buffers, base)
+        made = plan.write(step, arrays, memory.bytes, buffers, base).snapshot()
         return made, (len(one_pass), len(digested), int(made.kept.sum()))
 
     count = plan.chunks.num_chunks
@@ -176,15 +182,17 @@ def test_an_idle_expert_inside_one_leaf_is_not_written():
     plan = SnapshotPlan(layout, 0, 1024)
     memory = Memory(plan)
     experts = np.ones(leaf.shape, np.float32)
-    first = plan.write(1, {"experts": jnp.asarray(experts)}, memory.bytes, memory.first)
+    arrays = {"experts": jnp.asarray(experts)}
+    first = plan.write(1, arrays, memory.bytes, memory.first).snapshot()
     experts[2] += 1
     arrays = {"experts": jnp.asarray(experts)}
-    second = plan.write(2, arrays, memory.bytes, memory.second, first)
+    second = plan.write(2, arrays, memory.bytes, memory.second, first).snapshot()
     assert (~second.kept).sum() == plan.chunks.num_chunks // 4
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("skips", [False, True])
-def test_several_threads_write_what_one_writes(mesh, monkeypatch, skips):
+def test_several_threads_write_what_one_writes(mesh, monkeypatch, skips, later):
     rows = np.arange(100 * CHUNK // 4, dtype=np.int32)
     whole = NamedSharding(mesh, PartitionSpec())
     arrays = state(mesh) | {"big": jax.device_put(rows, whole)}
@@ -202,23 +210,29 @@ def test_several_threads_write_what_one_writes(mesh, monkeypatch, skips):
         return copy_chunk(source, target)
 
     monkeypatch.setattr(snapshot, "copy_chunk", copying)
-    monkeypatch.setattr(snapshot.os, "sched_getaffinity", lambda _: range(3))
+    monkeypatch.setattr(digests.os, "sched_getaffinity", lambda _: range(3))
+
+    def made_by(copied: CopiedStep, range_bytes: int) -> Snapshot:
+        assert copied.has_digests == (range_bytes == 1 << 20 or not later)
+        return copied.snapshot()
 
     def written(range_bytes: int) -> tuple[list[Snapshot], bytes]:
         monkeypatch.setattr(snapshot, "RANGE_BYTES", range_bytes)
         monkeypatch.setattr(digests, "THREAD_BYTES", range_bytes)
         plan = SnapshotPlan(layout, 0, CHUNK)
         memory = Memory(plan)
-        made = [plan.write(1, arrays, memory.bytes, memory.first, None, copied)]
-        for step, values in ((2, arrays), (3, after)):
+        made: list[Snapshot] = []
+        for step, values in ((1, arrays), (2, arrays), (3, after)):
             buffers = memory.second if step == 2 else memory.first
-            made.append(
-                plan.write(step, values, memory.bytes, buffers, made[-1], copied)
-            )
+            base = made[-1] if made else None
+            to = plan.write(step, values, memory.bytes, buffers, base, copied)
+            made.append(made_by(to, range_bytes))
         return made, bytes(memory.bytes)
 
     one, bytes_of_one = written(1 << 20)
     assert workers == {threading.get_native_id()}
+    if later:
+        monkeypatch.setattr(snapshot, "BRIEF_BYTES", CHUNK - 1)
     several, bytes_of_several = written(10 * CHUNK)
     assert len(workers) > 1
     assert bytes_of_several == bytes_of_one
