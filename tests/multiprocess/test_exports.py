@@ -109,6 +109,29 @@ def test_an_export_that_hangs_is_given_up_for_the_next_order(
     tier.close()
 
 
+@pytest.mark.timeout(170)
+def test_an_exporter_alone_is_kept_for_the_next_slot_unless_it_writes(
+    tmp_path: Path, config: AgentConfig, holder: ReplicaStore
+) -> None:
+    host = Host(config, tmp_path)
+    try:
+        host.order(holder, 1)
+        host.until_told(1)
+        first = _exporters()
+        host.desk.stand_down()  # a formation later
+        host.order(holder, 2)
+        host.until_told(2)
+        assert host.told == [(1, True, ""), (2, True, "")]
+        assert _exporters() == first
+        os.kill(first[0], signal.SIGSTOP)
+        host.order(holder, 2)
+        host.desk.stand_down()  # while it writes
+        wait_until(lambda: not _exporters())
+        assert len(host.told) == 2
+    finally:
+        host.desk.close()
+
+
 def _exporters() -> list[int]:
     """Exporter processes of this test that have not ended."""
     children = Path(f"/proc/{os.getpid()}/task").glob("*/children")

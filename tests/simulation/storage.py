@@ -177,8 +177,9 @@ class SimExportDesk(HostExports):
         self.wrong: Callable[[str], None] = lambda text: None
 
     def _open(self, holder: Any, order: dict[str, Any]) -> Any:
-        world = (order["rank"], order["world"], order["coordinator"], order["slot"])
-        key = {"world": world, "holder": str(holder.path)}, order["failures"]
+        names = ("rank", "world", "coordinator", "slot")
+        opening = {name: order[name] for name in names}
+        key = opening | {"holder": str(holder.path)}, order["failures"]
         if self._exporter is not None and self._world == key:
             return self._exporter
         if self._exporter is not None:

@@ -235,6 +235,12 @@ class HostExports:
             self._let_go(step)
 
     def stand_down(self) -> None:
-        """Ends the exporter, and frees the step that is kept for peers to fetch."""
-        self.close()
+        """Gives up a step being written, and frees the step kept for peers to fetch.
+
+        Keeps an exporter that works without other hosts' exporters and writes nothing:
+        the next slot may be the same, and another start would slow training down.
+        """
+        is_alone = self._world is not None and self._world[0]["world"] == 1
+        if self._pinned or not is_alone:
+            self.close()
         self.lend(None, -1)

@@ -660,6 +660,7 @@ class Follower:
         The host keeps its copies until a later order replaces them.
         """
         self._stand_down()
+        self._exports.close()
         self._board.set("recovering", 0)
         self.warm()
 
@@ -1198,6 +1199,7 @@ class Follower:
     def close(self) -> None:
         """Ends this host's trainers and exporter, and frees its copies' memory."""
         self._stand_down("this agent ends")
+        self._exports.close()
         if self._parts.prefetcher is not None:
             self._parts.prefetcher.stop()
         self._holding.close()
