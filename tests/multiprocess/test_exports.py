@@ -1,5 +1,6 @@
 """One host's part in exports, with a real exporter process."""
 
+import dataclasses
 import os
 import queue
 import signal
@@ -59,6 +60,7 @@ class Host:
     def __init__(self, config: AgentConfig, tmp_path: Path) -> None:
         self.events: queue.Queue[tuple[Any, ...]] = queue.Queue()
         self.told: list[tuple[int, bool, str]] = []
+        tmp_path.mkdir(exist_ok=True)
         self.desk = HostExports(
             config,
             JOB,
@@ -118,7 +120,10 @@ def test_an_exporter_alone_is_kept_for_the_next_slot_unless_it_writes(
         host.order(holder, 1)
         host.until_told(1)
         first = _exporters()
+        # It frees the agent's memory, which may be replaced before the next order.
+        wait_until(lambda: str(holder.path) not in _text(f"/proc/{first[0]}/maps"))
         host.desk.stand_down()  # a formation later
+        host.desk.keep_only(0)
         host.order(holder, 2)
         host.until_told(2)
         assert host.told == [(1, True, ""), (2, True, "")]
@@ -130,6 +135,29 @@ def test_an_exporter_alone_is_kept_for_the_next_slot_unless_it_writes(
         assert len(host.told) == 2
     finally:
         host.desk.close()
+
+
+@pytest.mark.timeout(170)
+def test_an_exporter_that_was_kept_counts_the_steps_of_another_host(
+    tmp_path: Path, config: AgentConfig, holder: ReplicaStore
+) -> None:
+    stage(holder, 3, lambda key, size: bytes([3]) * size)
+    config = dataclasses.replace(config, storage_keep=2)
+    hosts = [Host(config, tmp_path / name) for name in ("a", "b")]
+    try:
+        for step, host in ((1, hosts[0]), (2, hosts[1]), (3, hosts[0])):
+            host.order(holder, step)
+            host.until_told(1 if step < 3 else 2)
+            host.desk.stand_down()
+        hosts[0].desk.keep_only(1)  # another slot
+        hosts[1].desk.close()
+        wait_until(lambda: not _exporters())
+    finally:
+        for host in hosts:
+            host.desk.close()
+    tier = StorageTier(config.storage_directory, read_only=True)
+    assert tier.all_steps() == (2, 3)
+    tier.close()
 
 
 def _exporters() -> list[int]:

@@ -7,9 +7,10 @@ not the agents.
 
 import contextlib
 import itertools
+import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from dtft.checkpoint.memory import Arena, CopiedStep, Snapshot, SnapshotPlan
 from dtft.checkpoint.replication import Cadence, SnapshotSchedule, Window
 from dtft.checkpoint.state import Layout, pack_flags
 from dtft.checkpoint.storage import StorageTier, storage_steps
+
+logger = logging.getLogger(__name__)
 
 ITEM = "interval"
 """Name of the JSON item in which a step records its snapshot interval: the number of
@@ -266,10 +269,22 @@ class AgentCheckpointManager:
         if copied.has_digests:
             self._hand_over(copied, told)
         else:
-            self._digested = self._digester.submit(self._hand_over, copied, told)
-            self._digested.add_done_callback(lambda _: self._dialogue.wake())
+            self._digested = self._later(lambda: self._hand_over(copied, told))
         self.stalls_s.append(time.monotonic() - begun)
         return True
+
+    def _later(self, work: Callable[[], None]) -> Future[None]:
+        """Runs `work` on the digesting thread; at once if no thread can be started."""
+        try:
+            ends = self._digester.submit(work)
+        except RuntimeError:
+            ends = Future[None]()
+            try:
+                ends.set_result(work())
+            except Exception as error:
+                ends.set_exception(error)
+        ends.add_done_callback(lambda _: self._dialogue.wake())
+        return ends
 
     def _hand_over(self, copied: CopiedStep, told: Mapping[str, Any]) -> None:
         """Digests a copied step, and tells the agent that the step is in its memory.
@@ -288,8 +303,10 @@ class AgentCheckpointManager:
                 **told,
             )
 
-    def _await_digests(self) -> None:
+    def _await_digests(self, limit_s: float | None = None) -> None:
         """Waits until the step saved last is digested and handed over to the agent.
+
+        `limit_s` is the limit in seconds; by default that of the messages to the agent.
 
         Raises:
             RuntimeError: the step could not be digested; it counts as not saved.
@@ -299,7 +316,7 @@ class AgentCheckpointManager:
         if self._digested is None:
             return
         step = self._saved
-        self._dialogue.wait(self._digested.done, f"the digests of step {step}")
+        self._dialogue.wait(self._digested.done, f"the digests of step {step}", limit_s)
         error, self._digested = self._digested.exception(), None
         if error is not None:
             with self._dialogue.condition:
@@ -609,8 +626,15 @@ class AttachedMemory(AgentCheckpointManager):
             return self._released < self._saved
 
     def check(self) -> None:
-        """Raises AgentGone if the agent has ended, or has detached this process."""
+        """Raises an error that is known, without waiting.
+
+        Raises:
+            AgentGone: the agent has ended, or has detached this process.
+            RuntimeError: the step saved last could not be digested.
+        """
         self._dialogue.check()
+        if self._digested is not None and self._digested.done():
+            self._await_digests()
 
     # ------------------------------------------------------------------ restore
 
@@ -736,7 +760,9 @@ class AttachedMemory(AgentCheckpointManager):
             AgentGone: the agent has ended, or has detached this process.
             TimeoutError: the wait took longer than `limit_s` seconds. The message names
                 the option that decides the limit, `storage_timeout_s`.
+            RuntimeError: the step could not be digested.
         """
+        self._await_digests(limit_s)
         token = self.ask_storage(step, store=store)
         what = f"step {step} to be {'in storage' if store else 'committed'}"
         limit = "2 * ReplicatedOptions.storage_timeout_s"
@@ -765,8 +791,14 @@ class AttachedMemory(AgentCheckpointManager):
 
         Waits first until the step saved last is safe (all its copies are verified), but
         for at most 5 s (`LEAVE_S`), because the step never becomes safe if peers have
-        ended.
+        ended. A step that cannot be digested is given up, and the log says why.
         """
+        try:
+            self._await_digests(LEAVE_S)
+        except (AgentGone, TimeoutError):
+            pass
+        except RuntimeError as error:
+            logger.warning("%s", error)
         with contextlib.suppress(AgentGone, TimeoutError):
             what = f"step {self._saved}"
             self._dialogue.wait(lambda: self._released >= self._saved, what, LEAVE_S)

@@ -419,18 +419,18 @@ class Outbox:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def send(self, op: str, **fields: Any) -> None:
+    def send(self, op: str, *, at_once: bool = False, **fields: Any) -> None:
         """Queues one message of the kind `op`, or sends it now.
 
-        It is sent now only if `at_once` was given to `__init__`, no other message waits
-        and the socket takes the message without waiting.
+        It is sent now only if `at_once` was given here or to `__init__`, no other
+        message waits and the socket takes the message without waiting.
 
         Raises:
             TypeError, ValueError, OverflowError: msgpack cannot encode a field.
         """
         message = packed(op, fields)
         with self._lock:
-            if self._at_once and not self._waiting:
+            if (at_once or self._at_once) and not self._waiting:
                 message = self._link.send_now(message)
                 if not message:
                     return
@@ -895,17 +895,18 @@ class Dialogue:
                 self.condition.wait_for(lambda: self.gone, timeout=LAST_WORDS_S)
             raise AgentGone(self.farewell) from error
 
-    def queue(self, op: str, **fields: Any) -> None:
+    def queue(self, op: str, *, at_once: bool = False, **fields: Any) -> None:
         """Queues a message of the kind `op` for the sending thread; never blocks.
 
-        The thread sends queued messages in order.
+        The thread sends queued messages in order. With `at_once`, the calling thread
+        sends the message if no other waits and the socket takes it without waiting.
 
         Raises:
             Exception: the error that `interrupt` set for the calling thread, if any.
         """
         with self.condition:
             self._raise_interruption()
-        self._outbox.send(op, **fields)
+        self._outbox.send(op, at_once=at_once, **fields)
 
     def close(self) -> None:
         """Ends the sending thread after all queued messages; the link stays open."""

@@ -5,6 +5,7 @@ Runs in the trainer, at a step boundary: every array must be ready, and the next
 bytes) is not written if it is the same as in the last two snapshots.
 """
 
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -187,16 +188,18 @@ class CopiedStep:
         return not self._left
 
     def snapshot(self) -> Snapshot:
-        """Digests the copies that are not digested yet.
+        """Digests the copies that are not digested yet, if possible on several threads.
 
         Returns:
             The digests, and which chunks are unchanged since the last snapshot.
         """
-        threads = copying_threads(self._left)
-        if threads < 2:
-            found = list(map(digests_of, self._written))
-        else:
-            with ThreadPoolExecutor(threads) as pool:
+        threads, found = copying_threads(self._left), map(digests_of, self._written)
+        if threads > 1:
+            # No thread can be started while the program ends; one is enough then.
+            with (
+                contextlib.suppress(RuntimeError),
+                ThreadPoolExecutor(threads) as pool,
+            ):
                 found = list(pool.map(digests_of, self._written))
         return self._digested(itertools.chain.from_iterable(found))
 
@@ -256,9 +259,9 @@ class SnapshotPlan:
         snapshot. Every other chunk is copied. If its digest equals that of the last
         snapshot, the chunk counts as unchanged and keeps its old buffer.
 
-        Training waits for this call, so a copy that several threads share is digested
-        later, by `CopiedStep.snapshot`. The digest of a smaller copy costs less than
-        another thread, so the smaller copy is digested at once.
+        Training waits for this call. So if several threads copy (`copying_threads`),
+        `CopiedStep.snapshot` makes the digests of chunks above 64 KiB (`BRIEF_BYTES`)
+        later. One thread copies and digests in one pass.
 
         Equal digests (xxh3-128) are taken for equal bytes: a change is missed by
         accident with a probability of 2^-128. The buffer of an unchanged chunk is not

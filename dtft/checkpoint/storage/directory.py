@@ -132,7 +132,7 @@ class StorageTier:
         Raises:
             WrittenByAnother: the step exists with another digest.
         """
-        self._opened.reload()
+        self.reload()
         if step not in self.all_steps():
             self.write(step, stored)
             self.wait_until_finished()
@@ -142,6 +142,10 @@ class StorageTier:
                 "stays there. Give each manager a directory of its own, or delete the "
                 "step first"
             )
+
+    def reload(self) -> None:
+        """Lists the directory again before a save, to see other writers' steps."""
+        self._opened.reload()
 
     def delete(self, steps: Iterable[int]) -> None:
         """Removes the given steps; steps that do not exist are ignored."""

@@ -10,6 +10,7 @@ fingerprints (the checksums in storage).
 """
 
 import contextlib
+import gc
 import json
 import logging
 import mmap
@@ -212,6 +213,7 @@ def serve(opener: Callable[[dict[str, Any]], Saver]) -> None:
     server = SaveServer(out, opener)
     while True:
         server.answer(messages.get())
+        gc.collect()  # Orbax's cycles keep the memory of the agent mapped
 
 
 JOIN_S = 60
@@ -330,6 +332,8 @@ class Exporter:
                 self._tier.write_once(step, stored)
                 self._tier.delete(delete)
         else:
+            if self._opening.world == 1:  # another host may have written meanwhile
+                self._tier.reload()
             self._tier.write(step, stored)
             self._tier.wait_until_finished()
         return int(self._chunks.sizes.sum())

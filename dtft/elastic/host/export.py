@@ -234,11 +234,17 @@ class HostExports:
         for step in list(self._pinned):
             self._let_go(step)
 
+    def keep_only(self, slot: int) -> None:
+        """Ends the exporter, unless it is one for the slices of `slot`."""
+        if self._world is not None and self._world[0]["slot"] != slot:
+            self.close()
+
     def stand_down(self) -> None:
         """Gives up a step being written, and frees the step kept for peers to fetch.
 
         Keeps an exporter that works without other hosts' exporters and writes nothing:
-        the next slot may be the same, and another start would slow training down.
+        this host usually gets the same slot again (`keep_only`), and another start of
+        an exporter would slow its training down.
         """
         is_alone = self._world is not None and self._world[0]["world"] == 1
         if self._pinned or not is_alone:

@@ -353,6 +353,8 @@ class Follower:
             layout: the job's layout as JSON.
             domains: failure domain of each slot; empty if every slot is its own domain.
         """
+        if self._task is None:
+            self._exports.close()
         expected = Layout.from_json(layout)
         self._holding.submit(
             lambda: self._copies.expect(expected, domains), self._expected
@@ -487,6 +489,7 @@ class Follower:
             return
         self._ballot = ballot
         self._board.set("recovering", 0)
+        self._exports.close()
         try:
             self._trainers.join({**world, **joining(self._config)})
         except OSError as error:
@@ -675,6 +678,7 @@ class Follower:
             return
         self._ballot = tuple(order["ballot"])
         self._stand_down()
+        self._exports.keep_only(order["slot"])
         if self._parts.prefetcher is not None:
             self._parts.prefetcher.stop()
         self._task = task = SlotTask(order=order)

@@ -29,6 +29,8 @@ from dtft.checkpoint.managers.agent_client import AttachedMemory
 from dtft.checkpoint.managers.agent_link import LinkClosed, attach
 from dtft.checkpoint.managers.distributed import JobSteps
 from dtft.checkpoint.managers.local import StorageFailed
+from dtft.checkpoint.memory import snapshot
+from dtft.checkpoint.state import digests
 from dtft.checkpoint.state.slices import Layout, MeshLayout
 from dtft.checkpoint.storage import StoredSteps
 from dtft.elastic.admission import JobMismatch
@@ -355,6 +357,27 @@ def test_after_a_first_save_that_failed_there_is_nothing_to_wait_for(
     again = serving.manager()
     assert again.all_steps() == []
     again.leave()
+
+
+def test_a_step_that_could_not_be_digested_is_told_and_saved_again(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> list[bytes]:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(snapshot, "BRIEF_BYTES", 0)
+    monkeypatch.setattr(digests, "THREAD_BYTES", 1)
+    monkeypatch.setattr(digests.os, "sched_getaffinity", lambda _: range(2))
+    manager = serving.manager()
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "digests_of", fail)
+        save(manager, 0)
+        with pytest.raises(RuntimeError, match=r"step 0 .*MemoryError: no memory"):
+            manager.wait_until_finished()
+    save(manager, 0)
+    manager.wait_until_finished()
+    assert manager.all_steps() == [0]
+    manager.leave()
 
 
 def test_a_late_commit_names_its_own_limit(

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,11 @@ def test_a_manager_that_is_closed_sends_no_digests(
     host: Host, gate: threading.Event
 ) -> None:
     host.save(1, 1.5)
+    digested = host.manager._digested
+    assert digested is not None
     host.manager.close()
     gate.set()
-    assert host.is_told_nothing()
+    assert digested.result(LIMIT_S) is None and host.is_told_nothing()
 
 
 def test_waiting_for_digests_can_be_interrupted(
@@ -176,9 +179,35 @@ def test_waiting_for_digests_can_be_interrupted(
 
     waiting = threading.Thread(target=wait)
     waiting.start()
+    waiting.join(SOON_S)
+    assert waiting.is_alive()
     host.dialogue.interrupt(waiting, Left)
     waiting.join(LIMIT_S)
-    assert len(raised) == 1 and not gate.is_set()
+    assert len(raised) == 1
+
+
+def test_digests_are_made_also_where_no_thread_can_be_started(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while the interpreter ends, after a script's last save."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    class Pool(ThreadPoolExecutor):
+        submit = refuse  # type: ignore[assignment]
+
+    host.manager._digester.shutdown()
+    copied = snapshot.SnapshotPlan.write
+
+    def copying(*args: Any) -> snapshot.CopiedStep:
+        made = copied(*args)
+        monkeypatch.setattr(snapshot, "ThreadPoolExecutor", Pool)
+        return made
+
+    monkeypatch.setattr(snapshot.SnapshotPlan, "write", copying)
+    host.save(1, 1.5)
+    assert host.staged()["digests"] == [chunk_digests(_bytes(1.5), CHUNK)]
 
 
 def test_a_step_without_digests_counts_as_not_saved_and_can_be_saved_again(
