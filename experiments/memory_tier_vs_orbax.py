@@ -10,6 +10,7 @@ memory copies and raw TCP under the same load.
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtft.elastic.host.trainers import TUNABLES, with_streamed_copies
 from dtft.elastic.processes import free_port
 from dtft.elastic.store import EmbeddedEtcd, EtcdStore, Store
 from experiments import report, tier_raw
@@ -144,12 +146,14 @@ class Side:
             memory.watch([[pid, *([own] if own else [])] for pid, own in pairs])
 
         self._hosts.begin()
+        tunables = with_streamed_copies(os.environ.get(TUNABLES, ""))  # as agents do
         try:
             answers = run_world(
                 "experiments.tier_trainer",
                 [[task.to_json()]] * NUM_HOSTS,
                 address=f"127.0.0.1:{free_port()}",
                 deadline_s=limit_s,
+                environment={TUNABLES: tunables},
                 started=watch,
             )
         finally:

@@ -77,6 +77,22 @@ def started(trainers: Trainers, slot: int, **more: Any) -> AttachedTrainer:
     return trainers._trainer
 
 
+@pytest.mark.parametrize(
+    "given, made",
+    [
+        ("", "glibc.cpu.x86_non_temporal_threshold=2097152"),
+        ("a.b=1", "a.b=1:glibc.cpu.x86_non_temporal_threshold=2097152"),
+        *[("glibc.cpu.x86_non_temporal_threshold=9000000",) * 2],
+    ],
+)
+def test_trainers_copy_past_the_caches_from_a_size_that_the_user_can_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, made: str
+) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", given)
+    config = agent_config(tmp_path, "a", trainer_command=("true",))
+    assert Command.of(config).environment["GLIBC_TUNABLES"] == made
+
+
 def test_a_standby_that_was_started_before_has_the_slot(
     trainers: Trainers, events: Events
 ) -> None:
