@@ -138,6 +138,8 @@ def explain(rows: Sequence[Row], rounds: int, step_s: float) -> list[str]:
         "Trainers of both tiers touch and free twice their state before they restore: "
         "this machine is a virtual one, whose host takes free memory back. dtft "
         "reserves its arenas once; saves are timed from when they are mapped.",
+        "Trainers of both tiers have the GLIBC_TUNABLES with which dtft's agents start "
+        "trainers: copies of 2 MiB or more go past the caches.",
     ]
     for row in rows:
         ours = row["ours"]
