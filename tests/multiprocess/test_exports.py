@@ -80,6 +80,12 @@ class Host:
             _, exporter, message = self.events.get(timeout=end - time.monotonic())
             self.desk.answer(exporter, message)
 
+    def write(self, holder: ReplicaStore, step: int) -> None:
+        """One export, to its success."""
+        self.order(holder, step)
+        self.until_told(len(self.told) + 1)
+        assert self.told[-1] == (step, True, "")
+
     def until_ended(self) -> None:
         while not self.events.get(timeout=20)[2].get("ended"):
             pass
@@ -91,9 +97,7 @@ def test_an_export_that_hangs_is_given_up_for_the_next_order(
 ) -> None:
     host = Host(config, tmp_path)
     try:
-        host.order(holder, 1)
-        host.until_told(1)
-        assert host.told == [(1, True, "")]
+        host.write(holder, 1)
         hung = _exporters()
         assert hung
         for pid in hung:
@@ -117,16 +121,13 @@ def test_an_exporter_alone_is_kept_for_the_next_slot_unless_it_writes(
 ) -> None:
     host = Host(config, tmp_path)
     try:
-        host.order(holder, 1)
-        host.until_told(1)
+        host.write(holder, 1)
         first = _exporters()
         # It frees the agent's memory, which may be replaced before the next order.
         wait_until(lambda: str(holder.path) not in _text(f"/proc/{first[0]}/maps"))
         host.desk.stand_down()  # a formation later
         host.desk.keep_only(0)
-        host.order(holder, 2)
-        host.until_told(2)
-        assert host.told == [(1, True, ""), (2, True, "")]
+        host.write(holder, 2)
         assert _exporters() == first
         os.kill(first[0], signal.SIGSTOP)
         host.order(holder, 2)
@@ -146,8 +147,7 @@ def test_an_exporter_that_was_kept_counts_the_steps_of_another_host(
     hosts = [Host(config, tmp_path / name) for name in ("a", "b")]
     try:
         for step, host in ((1, hosts[0]), (2, hosts[1]), (3, hosts[0])):
-            host.order(holder, step)
-            host.until_told(1 if step < 3 else 2)
+            host.write(holder, step)
             host.desk.stand_down()
         hosts[0].desk.keep_only(1)  # another slot
         hosts[1].desk.close()

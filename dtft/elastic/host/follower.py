@@ -347,7 +347,8 @@ class Follower:
         """Reserves memory for a slot of the running job, in case a slot becomes free.
 
         Allocates on a thread. Then reports to the leader that this host is fit for a
-        slot or, with too little memory, that it is unfit; it is then no spare.
+        slot or, with too little memory, that it is unfit; it is then no spare. Without
+        a slot, this host also ends the exporter that it has kept from its last slot.
 
         Args:
             layout: the job's layout as JSON.
@@ -476,9 +477,10 @@ class Follower:
     def join(self, ballot: tuple[int, int], world: Mapping[str, Any]) -> None:
         """Makes this spare host's trainer join a world, without a slot.
 
-        A world is a set of connected JAX processes. Ignores the order if this host has
-        a slot, or if the order is of an earlier round (attempt to form the job) than
-        this host knows.
+        A world is a set of connected JAX processes. Also ends the exporter that this
+        host has kept from its last slot. Ignores the order if this host has a slot, or
+        if the order is of an earlier round (attempt to form the job) than this host
+        knows.
 
         Args:
             ballot: (term, number) of the round.
@@ -579,6 +581,8 @@ class Follower:
         left: Callable[[int | None], None] = lambda code: None,
     ) -> int | None:
         """Gives up this host's slot: ends its trainer, pushes and exports.
+
+        An idle exporter may be kept for the next slot (`HostExports.stand_down`).
 
         Args:
             reason: why; sent to the user's process.
