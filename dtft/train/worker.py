@@ -882,7 +882,7 @@ class TrainerProcess:
         with self._dialogue.condition:
             self._runtime, self._training, self._is_leaving = None, None, False
         if self._world is not None:
-            self._world.keys.forget()
+            self._world.left()
         # Not `send`: a step that was handed over before must not arrive after it.
         self._dialogue.queue("left_slot", at_once=True, number=order["number"])
         # Frees arrays of the former formation while the leader waits for other hosts.

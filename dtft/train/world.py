@@ -23,14 +23,17 @@ gives each of its processes.
 """
 
 import contextlib
+import ctypes
 import os
+import platform
 import re
+import select
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -40,9 +43,13 @@ from dtft.train.shared_keys import SharedKeys
 
 _FOR_EVER_S = 7 * 86400.0
 """Heartbeat timeout of a service that cannot be lost: it is in the same process."""
-_WATCHED = re.compile(r"^tfd: *(\d+) .* ino:([0-9a-f]+) ", re.MULTILINE)
-"""Matches a watched file descriptor and its inode in /proc/self/fdinfo of an epoll
-instance."""
+_WATCHED = re.compile(
+    r"^tfd: *(\d+) events: *([0-9a-f]+) data: *([0-9a-f]+) .* ino:([0-9a-f]+) ",
+    re.MULTILINE,
+)
+"""Matches a watched file descriptor, its events, data and inode in /proc/self/fdinfo of
+an epoll instance."""
+_C_LIBRARY = ctypes.CDLL(None)
 
 
 class World:
@@ -196,6 +203,16 @@ class World:
         """
         self._sockets.shut_down()
 
+    def left(self) -> None:
+        """Stops what the formation that this process has left would still cost it.
+
+        gloo's thread no longer spins on connections that it has not closed, and the
+        keys of the formation's collectives are deleted. Call it after `leave`, when the
+        training thread has ended or was left behind, and before the next formation.
+        """
+        self._sockets.rest()
+        self.keys.forget()
+
 
 def broken_collective(error: Exception) -> Exception | None:
     """Returns the JaxRuntimeError of a collective; None for other errors.
@@ -225,6 +242,8 @@ class GlooSockets:
         """Starts without sockets; `found` finds them."""
         self._listening: set[int] = set()
         self._loops: set[int] = set()
+        self._shut: set[tuple[int, int]] = set()
+        """File descriptor and inode of each connection that was shut down."""
 
     @contextlib.contextmanager
     def found(self) -> Iterator[None]:
@@ -249,9 +268,50 @@ class GlooSockets:
         wait until gloo's timeout.
         """
         for loop in self._loops:
-            for descriptor, inode in _watched(loop).items():
+            for descriptor, watched in _watched(loop).items():
                 if descriptor not in self._listening:
-                    _shut_down(descriptor, inode)
+                    _shut_down(descriptor, watched.inode)
+                    self._shut.add((descriptor, watched.inode))
+
+    def rest(self) -> None:
+        """Ends the reports of events on connections that gloo cannot close.
+
+        If a collective fails after it has told a peer that its buffer is ready, the
+        peer's data arrives when the buffer no longer exists. gloo then neither reads
+        the data nor finds that the connection is shut down. Its epoll instance reports
+        the connection again at once (it is level-triggered), so that gloo's thread
+        occupies one core for as long as the process lives.
+
+        This makes connections that `shut_down` has shut down, and that the instance
+        still watches, edge-triggered: each is reported once more, and afterwards only
+        if new data or an error arrives. They stay open, and gloo can still close them.
+        """
+        shut, self._shut = self._shut, set()
+        for loop in self._loops:
+            for descriptor, watched in _watched(loop).items():
+                if (descriptor, watched.inode) in shut:
+                    _make_edge_triggered(loop, descriptor, watched)
+
+
+class _EpollEvent(ctypes.Structure):
+    """The C library's `struct epoll_event`; `data` is a pointer to gloo's handler."""
+
+    _pack_ = 1 if platform.machine() in ("x86_64", "AMD64") else 0
+    _fields_ = (("events", ctypes.c_uint32), ("data", ctypes.c_uint64))
+
+
+_EPOLL_CTL_MOD = 3
+"""Operation of epoll_ctl(2) that changes the events of a watched descriptor."""
+
+
+def _make_edge_triggered(loop: int, descriptor: int, watched: "_Watched") -> None:
+    """Makes an epoll instance report a descriptor only if new events occur.
+
+    Not with `select.epoll.modify`, which would replace gloo's pointer to its handler.
+    """
+    event = _EpollEvent(watched.events | select.EPOLLET, watched.data)
+    # An error is ignored: the descriptor was closed meanwhile.
+    _C_LIBRARY.epoll_ctl(loop, _EPOLL_CTL_MOD, descriptor, ctypes.byref(event))
 
 
 def _shut_down(descriptor: int, inode: int) -> None:
@@ -294,8 +354,16 @@ def _descriptors(kind: str) -> Iterable[int]:
                 yield int(name)
 
 
-def _watched(loop: int) -> dict[int, int]:
-    """Maps each file descriptor that an epoll instance watches to its inode.
+class _Watched(NamedTuple):
+    """What an epoll instance has stored about a file descriptor that it watches."""
+
+    events: int
+    data: int
+    inode: int
+
+
+def _watched(loop: int) -> dict[int, _Watched]:
+    """Maps each file descriptor that an epoll instance watches to what it has stored.
 
     `loop` is the file descriptor of the epoll instance. Empty if it was closed.
     """
@@ -303,4 +371,7 @@ def _watched(loop: int) -> dict[int, int]:
         text = Path(f"/proc/self/fdinfo/{loop}").read_text()
     except OSError:  # closed meanwhile
         return {}
-    return {int(fd): int(inode, 16) for fd, inode in _WATCHED.findall(text)}
+    return {
+        int(fd): _Watched(*(int(field, 16) for field in fields))
+        for fd, *fields in _WATCHED.findall(text)
+    }

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +83,12 @@ def processes(address: str, first: Sequence[int] = ()) -> Iterator[dict[int, Pro
         for one in made:
             one.process.kill()
             one.process.communicate()
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Four(NamedTuple):
@@ -203,6 +211,37 @@ def test_survivors_of_a_killed_process_leave_at_once_and_go_on_with_a_newcomer(
     for one in (survivors[0], again):
         one.tell(op="sum", indices=[2, 1], turn=2, times=1)
     assert [one.hear()["sum"] for one in (survivors[0], again)] == [3.0] * 2
+
+
+def test_a_survivor_rests_when_data_arrives_for_a_collective_that_has_failed(
+    world: dict[int, Process],
+) -> None:
+    order: dict[str, Any] = {"indices": [1, 2, 3, 4], "times": 1, "size": 2**18}
+    everyone = [world[index] for index in order["indices"]]
+    for one in everyone:
+        one.tell(op="sum", turn=0, **order)
+    assert [one.hear()["sum"] for one in everyone] == [10.0] * 4
+    first, killed, third, fourth = everyone
+    killed.process.kill()
+    killed.process.wait(10)
+    for one in (first, fourth):
+        one.tell(op="sum", turn=0, **order)
+    time.sleep(1.0)  # the fourth is ready to send to the third
+    third.tell(op="sum", turn=0, **order)  # its own send to the second fails
+    time.sleep(0.5)
+    survivors = [first, third, fourth]
+    for one in survivors:
+        one.tell(op="leave")
+        assert one.hear(10)["op"] == "broken"
+        one.tell(op="left")
+        assert one.hear(10)["op"] == "left"
+    before = [processor_s(one.process.pid) for one in survivors]
+    time.sleep(1.0)
+    after = [processor_s(one.process.pid) for one in survivors]
+    assert max(end - begin for begin, end in zip(before, after, strict=True)) < 0.5
+    for one in survivors:
+        one.tell(op="sum", indices=[1, 3, 4], turn=1, times=1)
+    assert [one.hear()["sum"] for one in survivors] == [8.0] * 3
 
 
 def test_a_meeting_ends_when_all_are_there(four: Four) -> None:

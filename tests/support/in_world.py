@@ -19,20 +19,23 @@ from tests.support.cache_hits import cache_hits
 from tests.support.json_lines import keep_stdout, say
 
 
-def add(world: World, indices: list[int], turn: int, times: int) -> float:
-    """Adds the indices of some processes with an all-reduce, several times."""
+def add(
+    world: World, indices: list[int], turn: int, times: int, size: int = 1
+) -> float:
+    """Adds the indices of some processes with an all-reduce, several times.
+
+    Each process has an array of `size` copies of its index.
+    """
     mesh = Mesh(np.array(world.devices(indices, turn, 1)), ("all",))
     rows = NamedSharding(mesh, PartitionSpec("all"))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    shape = (len(indices),)
-    parts = jax.make_array_from_callback(
-        shape, rows, lambda at: np.asarray(indices, np.float32)[at]
-    )
-    program = jax.jit(jnp.sum, out_shardings=everywhere)
+    values = np.repeat(np.asarray(indices, np.float32)[:, None], size, axis=1)
+    parts = jax.make_array_from_callback(values.shape, rows, lambda at: values[at])
+    program = jax.jit(lambda parts: jnp.sum(parts, axis=0), out_shardings=everywhere)
     total = parts
     for _ in range(times):
         total = program(parts).block_until_ready()
-    return float(np.asarray(total.addressable_data(0)))
+    return float(np.asarray(total.addressable_data(0))[0])
 
 
 def main() -> None:
@@ -74,6 +77,9 @@ def main() -> None:
                     op="told",
                     text=told_by(**command, text=f"of {index}", timeout_s=20.0),
                 )
+            elif op == "left":
+                world.left()
+                say(op="left")
             elif op == "cache":
                 world.write_compilation_cache(**command)
             else:
