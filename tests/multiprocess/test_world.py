@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import queue
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from dtft.elastic.processes import free_port
+from dtft.elastic.stack_dump import process_state
 
 WORKER = "tests.support.in_world"
 SIZE = 8
@@ -59,6 +59,12 @@ class Process:
         return self.said.get(timeout=limit_s)
 
 
+def processor_s(process: Process) -> float:
+    state = process_state(process.process.pid)
+    assert state is not None
+    return state.cpu_s
+
+
 @contextlib.contextmanager
 def processes(address: str, first: Sequence[int] = ()) -> Iterator[dict[int, Process]]:
     """Processes by index; `first` start together, any other when it is asked for."""
@@ -83,12 +89,6 @@ def processes(address: str, first: Sequence[int] = ()) -> Iterator[dict[int, Pro
         for one in made:
             one.process.kill()
             one.process.communicate()
-
-
-def processor_s(pid: int) -> float:
-    """Seconds of processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 class Four(NamedTuple):
@@ -235,9 +235,9 @@ def test_a_survivor_rests_when_data_arrives_for_a_collective_that_has_failed(
         assert one.hear(10)["op"] == "broken"
         one.tell(op="left")
         assert one.hear(10)["op"] == "left"
-    before = [processor_s(one.process.pid) for one in survivors]
+    before = [processor_s(one) for one in survivors]
     time.sleep(1.0)
-    after = [processor_s(one.process.pid) for one in survivors]
+    after = [processor_s(one) for one in survivors]
     assert max(end - begin for begin, end in zip(before, after, strict=True)) < 0.5
     for one in survivors:
         one.tell(op="sum", indices=[1, 3, 4], turn=1, times=1)
