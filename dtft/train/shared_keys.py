@@ -27,9 +27,8 @@ OWN = "dtft"
 HURRIED_S = 0.005
 """Seconds between two polls for new keys while a formation's first step runs.
 
-Each poll is a call to the service, which takes about 0.5 ms of processor time. With
-shorter waits the polls of all trainers on a machine delay the step for longer than the
-keys would.
+Each poll is a call to the service. With shorter waits the polls of all trainers on a
+machine delay the step for longer than late keys do (`benchmarks/recovery_gap.py`).
 """
 CALM_S = 0.05
 """Seconds between two polls at other times. New keys can appear then, too: evaluation,

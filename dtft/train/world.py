@@ -210,7 +210,7 @@ class World:
         keys of the formation's collectives are deleted. Call it after `leave`, when the
         training thread has ended or was left behind, and before the next formation.
         """
-        self._sockets.rest()
+        self._sockets.make_edge_triggered()
         self.keys.forget()
 
 
@@ -273,7 +273,7 @@ class GlooSockets:
                     _shut_down(descriptor, watched.inode)
                     self._shut.add((descriptor, watched.inode))
 
-    def rest(self) -> None:
+    def make_edge_triggered(self) -> None:
         """Ends the reports of events on connections that gloo cannot close.
 
         If a collective fails after it has told a peer that its buffer is ready, the
