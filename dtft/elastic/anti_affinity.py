@@ -201,6 +201,40 @@ def preferred(
     )
 
 
+def separates_as_well(
+    spread: Spread,
+    placement: CopyPlacement,
+    hosts: Sequence[str],
+    instead: Sequence[str],
+    domains: FailureDomains,
+) -> bool:
+    """Whether other hosts in the slots leave each slice's copies as well separated.
+
+    True if no slice has copies in fewer failure domains than before. Domains beyond the
+    requested number of copies do not count.
+
+    Args:
+        spread: the requested copies, and the level over which they are spread.
+        placement: the slots that hold copies of each slice.
+        hosts: the host of each slot.
+        instead: the other hosts of the slots.
+        domains: the failure domains of all hosts.
+    """
+    level, wanted = _counted_level(spread, domains), placement.effective_copies
+    before, after = (domains_at(domains, names, level) for names in (hosts, instead))
+    return all(
+        len({after[slot] for slot in group})
+        >= min(wanted, len({before[slot] for slot in group}))
+        for group in copy_groups(placement)
+    )
+
+
+def _counted_level(spread: Spread, domains: FailureDomains) -> str:
+    if spread.level == "host" and domains.levels:
+        return domains.levels[-1]
+    return spread.level
+
+
 def shortfall(
     spread: Spread,
     placement: CopyPlacement,
@@ -225,9 +259,7 @@ def shortfall(
         the fewest, but at most the requested number of copies; and a warning if it is
         below the requested number, else "".
     """
-    level = spread.level
-    if level == "host" and domains.levels:
-        level = domains.levels[-1]
+    level = _counted_level(spread, domains)
     names = domains_at(domains, slots, level)
     reached = domains_reached(copy_groups(placement), names)
     effective = min(reached, spread.copies)

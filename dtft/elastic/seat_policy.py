@@ -217,6 +217,24 @@ class Seating:
     limits: SizeLimits
     domains: FailureDomains
 
+    @property
+    def group_slots(self) -> int:
+        """Number of slots of a replica group; 1 if the layout is unknown."""
+        known = self.layout
+        return ReplicaGroups.of(known, self.limits).group[1] if known else 1
+
+    def prefetched(self, num_slots: int) -> dict[str, dict[int, int]]:
+        """Maps each host to the bytes that it has prefetched, by slot.
+
+        Leaves out hosts and slots without prefetched bytes. `num_slots` is the number
+        of slots that the job is to have.
+        """
+        return {
+            host: _bytes_by_slot(found, num_slots, self.group_slots)
+            for host, reply in self.replies.items()
+            if (found := reply.get("prefetched"))
+        }
+
 
 def _fill_with_spares(seating: Seating) -> Filled:
     """Chooses the number of slots, keeps hosts in their slots, and fills empty slots.
@@ -226,16 +244,12 @@ def _fill_with_spares(seating: Seating) -> Filled:
     """
     old, layout = seating.previous, seating.layout
     num_slots = seating.choose_size(len(seating.usable), layout)
-    group = ReplicaGroups.of(layout, seating.limits).group[1] if layout else 1
-    ahead = {
-        host: _bytes_by_slot(reply.get("prefetched", {}), num_slots, group)
-        for host, reply in seating.replies.items()
-    }
+    ahead = seating.prefetched(num_slots)
     return seat(
         list(zip(old.slots, old.incarnations, strict=True)) if old else [],
         seating.usable,
         num_slots,
-        group,
+        seating.group_slots,
         lambda seats, spares: preferred(
             old, layout, seats, spares, seating.domains, ahead
         ),

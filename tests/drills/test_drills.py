@@ -45,7 +45,7 @@ def test_the_demo(tmp_path):
 
 
 @as_users_compile
-def test_a_dead_trainer_costs_no_network_and_a_lost_host_comes_from_a_peer(
+def test_a_dead_trainers_slot_goes_to_a_spare_and_its_host_is_the_next_spare(
     tmp_path, control
 ):
     """Each host has a half of the state, and a copy of the other."""
@@ -54,10 +54,12 @@ def test_a_dead_trainer_costs_no_network_and_a_lost_host_comes_from_a_peer(
         *("--fault", "kill-trainer:1@10", "--fault", "kill-host:0@20"),
     )
     trainer, host = record["recoveries"]
-    assert is_rung(trainer, 1) and trainer["generation"] == 1
-    assert trainer["bytes_from_peers"] == trainer["bytes_from_storage"] == 0
-    assert "trainer of slot 1" in trainer["cause"]
-    assert is_rung(host, 2) and host["generation"] == 2
+    assert is_rung(trainer, 2) and trainer["generation"] == 2
+    assert trainer["bytes_from_peers"] > 0 and trainer["bytes_from_storage"] == 0
+    assert trainer["survivors"] == 1 and trainer["survivors_restarted"] == 0
+    assert "trainer of slot 1 on host-1" in trainer["cause"]
+    assert "host-2 has slot 1 of host-1" in trainer["cause"]
+    assert is_rung(host, 2) and host["generation"] == 3
     assert host["bytes_from_peers"] > 0 and host["bytes_from_storage"] == 0
     assert host["survivors"] == 1 and host["survivors_restarted"] == 0
     assert host["steps_lost"] <= 1 and record["final_step"] == 30
@@ -79,10 +81,10 @@ def test_a_lost_host_is_replaced_from_a_peers_memory(tmp_path, control, slot):
 
 
 @every
-def test_a_dead_trainer_costs_no_network(tmp_path, control):
+def test_a_dead_trainer_costs_no_network_without_a_spare(tmp_path, control):
     record = drill(
         *(tmp_path, *DIGITS, *control("digits")),
-        *("--spares", "1", "--fault", "kill-trainer:1@30"),
+        *("--spares", "0", "--fault", "kill-trainer:1@30"),
     )
     recovery = only(record)
     assert is_rung(recovery, 1) and recovery["generation"] == 1
@@ -94,8 +96,9 @@ def test_a_dead_trainer_costs_no_network(tmp_path, control):
 @pytest.mark.parametrize(
     ("fault", "rung", "restarted"),
     [
-        # Not kill-trainer: gloo cannot make the same mesh again, as NCCL can.
+        # Without a spare not kill-trainer: gloo, unlike NCCL, makes no mesh twice.
         ("kill-host:1@20", 0, 0),
+        ("kill-trainer:1@20", 0, 0),
         ("kill-host:0@20", 2, 1),  # it served the processes of all
     ],
 )

@@ -355,7 +355,7 @@ def test_a_trainer_that_leaves_its_slot_is_taken_into_the_next_formation(
     trainers.ensure_standby()
     assert trainers.leave(5, world=1) and not trainers.is_active(first.ident)
     assert events.get(timeout=20) == ("left_slot", 5, None)
-    assert trainers.membership == (1, 1) and trainers.waiting != first.ident
+    assert trainers.membership == (1, 1, True) and trainers.waiting != first.ident
     assert started(trainers, 3, obeys=True) is first
     said = events.get(timeout=20)
     assert said == ("trainer", first.ident, {"op": "running", "slot": 3})
@@ -397,7 +397,7 @@ def test_a_trainer_that_does_not_leave_is_killed(
     trainers.end_leaving(5)
     assert events.get(timeout=20) == ("left_slot", 5, None)
     assert events.get(timeout=20) == ("trainer_exit", trainer.ident, -9)
-    assert trainers.membership == (0, 0) and not trainers.exited(trainer.ident)
+    assert trainers.membership == (0, 0, False) and not trainers.exited(trainer.ident)
 
 
 def test_a_trainer_that_still_leaves_is_killed_when_the_next_is_to_leave(
@@ -441,11 +441,12 @@ def test_a_spare_joins_a_world_and_is_taken_from_it(
 ) -> None:
     for number in (1, 1, 2):  # a second order is none; a new world has a new process
         trainers.join({"number": number, "index": 1})
+        assert trainers.membership[:2] == (number, 1)
     told = [events.get(timeout=20) for _ in range(2)]
     assert ("joined", 2) in told or events.get(timeout=20) == ("joined", 2)
-    assert trainers.membership == (2, 1) and not trainers.waiting
+    assert trainers.membership == (2, 1, True) and not trainers.waiting
     trainers.start({"slot": 0, "world": {"number": 2, "index": 1}, "obeys": True})
-    assert trainers.membership == (0, 0)
+    assert trainers.membership == (0, 0, False)
     wait_until(lambda: any(event[0] == "trainer" for event in list(events.queue)))
 
 

@@ -185,6 +185,8 @@ class SimTrainer:
         self.orders: list[tuple[str, Mapping[str, Any]]] = []
         self.world = self.place = 0
         """Number of the world and index in it, as the agent knows them."""
+        self.has_joined = False
+        """Whether it has joined this world, as the agent knows it."""
         self.given = self.done = self.failed = False
         self.slot = -1
         self._keys: set[str] = set()
@@ -568,10 +570,11 @@ class SimTrainers:
         return found.ident if found else 0
 
     @property
-    def membership(self) -> tuple[int, int]:
+    def membership(self) -> tuple[int, int, bool]:
         """See `Trainers.membership`."""
-        found = self._member
-        return (found.world, found.place) if found is not None else (0, 0)
+        if (found := self._member) is None:
+            return 0, 0, False
+        return found.world, found.place, found.has_joined
 
     @property
     def _next(self) -> SimTrainer | None:
@@ -697,8 +700,10 @@ class SimTrainers:
         if message["op"] == "left_slot":
             if self._leaving == (trainer, message["number"]):
                 self._leaving, self._member = None, trainer
+                trainer.has_joined = True
                 self._emit("left_slot", message["number"], None)
         elif message["op"] == "joined":
+            trainer.has_joined = True
             if trainer is self._member:
                 self._emit("joined", trainer.world)
         elif message["op"] == "rehearsed":

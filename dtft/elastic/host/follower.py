@@ -343,7 +343,7 @@ class Follower:
         """
         self._board.set("committing", step)
 
-    def expect(self, layout: str, domains: list[str]) -> None:
+    def expect(self, layout: str, domains: list[str], committed: bool) -> None:
         """Reserves memory for a slot of the running job, in case a slot becomes free.
 
         Allocates on a thread. Then reports to the leader that this host is fit for a
@@ -353,12 +353,16 @@ class Follower:
         Args:
             layout: the job's layout as JSON.
             domains: failure domain of each slot; empty if every slot is its own domain.
+            committed: whether a step was committed since slots were last assigned. If
+                this host has no slot, its copies are of earlier steps, and are freed.
         """
+        epoch = None
         if self._task is None:
             self._exports.close()
+            epoch = self._copies.epoch if committed else None
         expected = Layout.from_json(layout)
         self._holding.submit(
-            lambda: self._copies.expect(expected, domains), self._expected
+            lambda: self._copies.expect(expected, domains, free=epoch), self._expected
         )
 
     def prefetch(
@@ -439,7 +443,8 @@ class Follower:
 
         def tell() -> None:
             if outcomes and "missed" in told and has_left:
-                told["world"], told["place"] = self._trainers.membership
+                world, place, has_joined = self._trainers.membership
+                told.update(world=world, place=place, joined=has_joined)
                 self._tell_holdings(ballot, outcomes[0], told)
 
         def left(code: int | None) -> None:

@@ -141,6 +141,9 @@ class AttachedTrainer:
     joined or is joining, see `train.world`; 0 for none."""
     place: int = 0
     """Index, in the world `world`, of an agent's process."""
+    joined: bool = False
+    """Whether an agent's process has joined the world `world`; False for a process that
+    got a slot before it had joined, until it gives up this slot."""
     given: bool = False
     """Whether the trainer is in use: an agent's process was assigned a slot, or a
     user's process was sent the restorable step. While in use, it cannot be given
@@ -261,15 +264,17 @@ class Trainers:
         return trainer.pid if trainer is not None else 0
 
     @property
-    def membership(self) -> tuple[int, int]:
-        """World of the member, and its index there: (number of the world, index).
+    def membership(self) -> tuple[int, int, bool]:
+        """World of the member, its index there, and whether it has joined by now.
 
         A member is a trainer without a slot in a world (set of connected JAX
-        processes). (0, 0) if there is no member.
+        processes), or a trainer that was ordered to join a world. The world is its
+        number. (0, 0, False) if there is no member.
         """
         with self._lock:
-            found = self._member
-            return (found.world, found.place) if found is not None else (0, 0)
+            if (found := self._member) is None:
+                return 0, 0, False
+            return found.world, found.place, found.joined
 
     @property
     def attachment(self) -> tuple[int, int]:
@@ -338,6 +343,7 @@ class Trainers:
             elif message["op"] == "left_slot":
                 self._has_left(trainer, message["number"])
             elif message["op"] == "joined":
+                trainer.joined = True
                 if trainer is self._member:
                     self._tell("joined", trainer.world)
             elif message["op"] == "rehearsed":
@@ -350,7 +356,7 @@ class Trainers:
         if self._leaving != (trainer, number):
             return  # killed meanwhile
         self._leaving, trainer.given = None, False
-        self._member = trainer
+        self._member, trainer.joined = trainer, True
         self._tell("left_slot", number, None)
 
     def _welcome(

@@ -436,7 +436,7 @@ class HostMonitor:
             return
         self._journal.event("host_lost", host=host, how=how)
         rendezvous = self._rendezvous
-        if host in rendezvous.slot_of:
+        if host in rendezvous.slot_of or rendezvous.is_sender(host):
             rendezvous.failures.add(Failure(kind="lost", host=host, error=how))
         reason = lost(host, rendezvous.assignment, rendezvous.previous)
         if rendezvous.is_deciding and rendezvous.current is not None:

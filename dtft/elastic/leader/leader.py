@@ -411,6 +411,7 @@ class Leader:
 
     def _on_layout(self, host: str, layout: str) -> None:
         announced = known_layout(layout)
+        self._rendezvous.announced(host)
         coordinator, assignment = (
             self._rendezvous.coordinator,
             self._rendezvous.assignment,
@@ -613,7 +614,7 @@ class Leader:
         Re-forms the job instead if its size is to change, or if a host with a slot or
         the leader is to leave the job.
         """
-        self._rendezvous.committed(commit.step)
+        self._rendezvous.committed(commit)
         self._committing(0)
         self._journal.committed(commit.step, commit.root)
         self._re_replicator.committed(self._rendezvous.current, commit.step)

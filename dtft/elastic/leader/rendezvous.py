@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from dtft.checkpoint.replication import FailureDomains
+from dtft.checkpoint.replication import Commit, FailureDomains
 from dtft.checkpoint.state import Layout
 from dtft.elastic.anti_affinity import known_domains, shortfall
 from dtft.elastic.assignment import HostRecord, SlotAssignment
@@ -29,6 +29,7 @@ from dtft.elastic.leader.rendezvous_plan import (
     RoundReason,
     assign,
     export_addresses,
+    fill_with_ready,
     lost,
     main_reason,
     next_round,
@@ -44,6 +45,7 @@ from dtft.elastic.leader.world_plan import (
     recorded,
     sound,
     swapped,
+    why_over,
     why_restarted,
 )
 from dtft.elastic.reachability import Reachability, peers_to_try, set_aside
@@ -70,6 +72,9 @@ BALLOTS = 1 << 20
 """Factor of the leader's term in the number of a new world. The number is the term
 times this factor, plus the number of the leader's round, modulo 2**63: larger numbers
 are not valid in messages. The number is only compared for equality."""
+START_S = 1.0
+"""Least number of seconds that the start of a trainer is assumed to take; the number
+itself until this leader has measured a start."""
 STORAGE_PAUSE_S = 5.0
 """Seconds between two listings of storage while the job waits for it: storage does not
 answer, cannot be listed, or has lost its steps."""
@@ -175,6 +180,13 @@ class Rendezvous:
         """Why no trainer keeps its process in this round; "" if trainers do."""
         self._swaps = 0
         """Number of formations in the current world since every slot last trained."""
+        self._start_s = START_S
+        """Seconds from the order to restore and train until the last trainer that had
+        to start announced the layout of its state."""
+        self._ordered_at = 0.0
+        """Time of the last of these orders, in seconds on the monotonic clock."""
+        self._has_committed = False
+        """Whether a step was committed since slots were last assigned."""
         self._resize: Resize | None = None
         """The formation of another size for which processes compile ahead, if any."""
         self._end: RetryDecision | None = None
@@ -490,6 +502,13 @@ class Rendezvous:
         round_.tried[host] = tuple(peers)
         return {peer: round_.ring[peer].address for peer in peers}
 
+    def is_sender(self, host: str) -> bool:
+        """Whether hosts that restore now fetch slices from this host."""
+        round_ = self.current
+        if round_ is None or round_.decision is None or self.phase != "preparing":
+            return False
+        return host in round_.decision.sent
+
     @property
     def is_deciding(self) -> bool:
         """Whether the leader has still to decide which host gets which slot.
@@ -541,13 +560,37 @@ class Rendezvous:
         answered = [it for it in self._registry.usable() if it.host in round_.replies]
         aside = self._set_aside([it.host for it in answered])
         answered = [it for it in answered if it.host not in aside]
-        filled = self._seats.fill(self._seating(round_, answered))
+        commits = self._records.commits
+        filled = fill_with_ready(
+            self._seating(round_, answered),
+            self._seats.fill,
+            ready=self._ready(round_),
+            server=self.world.server,
+            step=commits[0].step if commits else -1,
+            start_s=self._start_s,
+        )
         present = [record for record in filled if record is not None]
         if len(present) < len(filled):
             empty = [slot for slot, host in enumerate(filled) if host is None]
             self._wait_for_hosts(empty, aside)
         else:
             self._assign(round_, present, aside)
+
+    def _ready(self, round_: Round) -> set[str]:
+        """Returns the hosts whose processes can train without a start.
+
+        These processes are in the world (the group of JAX processes) that trained last.
+        Returns set() if all trainers restart.
+
+        Args:
+            round_: the current attempt to form the job, with the hosts' reports.
+        """
+        usable = {record.host for record in self._registry.usable()}
+        if not self._keep or why_over(self.world, usable):
+            return set()
+        slots = self.previous.slots if self.previous is not None else ()
+        members = sound(round_.members(self._keep), self.world.size, slots)
+        return members.keys() & round_.joined
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
         """Returns which of `hosts` get no slot, so that all others reach each other.
@@ -728,15 +771,21 @@ class Rendezvous:
             if self.phase == "waiting":
                 self.form(f"{one} and {other} reach each other again")
 
-    def committed(self, step: int) -> None:
-        """Handles a commit of `step`.
+    def committed(self, commit: Commit) -> None:
+        """Handles a commit.
 
         A commit ends the suspicion of a network cut between hosts. If its step is the
         highest so far, the count of failed attempts in a row and the counts of failures
-        at lower steps are cleared.
+        at lower steps are cleared. After the first commit of an assignment of slots,
+        hosts that lost their slots free their copies and reserve memory for a slot.
         """
-        self.failures.committed(step)
+        self.failures.committed(commit.step)
         self._reach.committed()
+        assignment, epoch = self.assignment, (commit.generation, commit.attempt)
+        is_of_now = assignment is not None and assignment.epoch == epoch
+        if is_of_now and not self._has_committed:
+            self._has_committed = True
+            self.expect(self._registry.connected)
 
     def _assign(
         self, round_: Round, filled: list[HostRecord], aside: list[str]
@@ -936,6 +985,7 @@ class Rendezvous:
         round_.restore_begun = self._loop.wall()
         assert round_.assignment is not None
         self._swaps += 1
+        self._ordered_at, self._has_committed = self._loop.now(), False
         self.failures.begin(round_.assignment)
         self.enter("preparing", self._config.timeouts.start)
         try:
@@ -947,6 +997,15 @@ class Rendezvous:
             self._send(host, "prepare", **order)
         for host in sorted(self._registry.connected - prepared.keys()):
             self.admit(host)
+
+    def announced(self, host: str) -> None:
+        """Measures how long a trainer took to start, once it announces its layout.
+
+        `host` is the trainer's host. Does nothing if the trainer has kept its process.
+        """
+        round_ = self.current
+        if round_ is not None and host not in round_.members(self.world.number):
+            self._start_s = max(START_S, self._loop.now() - self._ordered_at)
 
     def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
         """Creates the commit coordinator, which commits the steps of an assignment.
@@ -1016,11 +1075,16 @@ class Rendezvous:
         domains = self.previous.spread.domains if self.previous is not None else ()
         fits = len(domains) == layout.mesh.num_slots
         told = list(domains) if fits else []
-        self._send(host, "expect", layout=layout.to_json(), domains=told)
+        self._send(
+            host, "expect", layout=layout.to_json(), domains=told, committed=False
+        )
         return True
 
     def expect(self, hosts: Collection[str]) -> None:
         """Orders the hosts in `hosts` that have no slot to allocate memory for one.
+
+        If a step was committed since slots were assigned, they first free the copies
+        that they have of former slots, which are all of earlier steps.
 
         Also orders all hosts without a slot to fetch ahead the slices that no step
         changes. Does nothing before the assignment of slots is recorded and a trainer
@@ -1032,7 +1096,13 @@ class Rendezvous:
                 self.assignment.spread.domains,
             )
             for host in sorted(set(hosts) - self.slot_of.keys()):
-                self._send(host, "expect", layout=text, domains=list(domains))
+                self._send(
+                    host,
+                    "expect",
+                    layout=text,
+                    domains=list(domains),
+                    committed=self._has_committed,
+                )
             self._order_prefetch(text, self.assignment)
 
     def _order_prefetch(self, layout: str, assignment: SlotAssignment) -> None:

@@ -5,14 +5,14 @@ A `Round` is one attempt to form the job. The functions here make a round or der
 values from one; `rendezvous` decides when each is called.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from dtft.checkpoint.replication import Commit, FailureDomains
 from dtft.checkpoint.state import Layout
 from dtft.checkpoint.transport import Packed, with_port
-from dtft.elastic.anti_affinity import next_spread
+from dtft.elastic.anti_affinity import next_spread, separates_as_well
 from dtft.elastic.assignment import HostRecord, SlotAssignment, next_epoch
 from dtft.elastic.leader.recovery import (
     RecoveryDecision,
@@ -21,6 +21,7 @@ from dtft.elastic.leader.recovery import (
     fetches_for,
 )
 from dtft.elastic.leader.world_plan import WorldPlan
+from dtft.elastic.seat_policy import Filled, Seating
 
 Ballot = tuple[int, int]
 """(Leader's term, counter): increases with every new round of any leader."""
@@ -192,6 +193,14 @@ class Round:
         }
 
     @property
+    def joined(self) -> set[str]:
+        """The hosts whose processes have joined the world that they have reported.
+
+        The processes of the other `members` still start.
+        """
+        return {host for host, reply in self.replies.items() if reply.get("joined")}
+
+    @property
     def layouts(self) -> dict[str, Layout]:
         """The layouts of the state that hosts have reported, by digest.
 
@@ -248,6 +257,74 @@ def next_round(
         read=True,
         last_finished=old.last_finished,
     )
+
+
+FETCH_BYTES_PER_S = 1e9
+"""Bytes per second at which a spare is assumed to fetch slices; a link of 10 Gbit/s
+carries as much."""
+
+
+def fill_with_ready(
+    seating: Seating,
+    fill: Callable[[Seating], Filled],
+    *,
+    ready: Collection[str],
+    server: str,
+    step: int,
+    start_s: float,
+) -> Filled:
+    """Chooses the host of each slot; leaves out hosts whose trainers have to start.
+
+    A host whose trainer has ended has the slices of its slot in memory, but must start
+    a process before it can train. A spare whose process is in the world (the group of
+    connected JAX processes) must fetch the slices. Only hosts with such processes get
+    slots if all of these conditions hold. Otherwise the result is that of `fill`.
+
+    * They suffice: all trainers wait for one that starts.
+    * No slice has copies in fewer failure domains than with the result of `fill`.
+    * No slot's host lacks more bytes, beyond those that the host by `fill` lacks, than
+      1 GB/s (`FETCH_BYTES_PER_S`) moves in the time that the start of a trainer takes.
+    * The host that runs JAX's coordination service for all trainers keeps its slot, if
+      any: with its slot it would lose the protection that hosts with slots have.
+
+    Args:
+        seating: the hosts, the present slots and the layout.
+        fill: chooses the host of each slot (`SeatPolicy.fill`).
+        ready: the hosts whose processes are in the world.
+        server: the host of the coordination service; "" if each process has its own.
+        step: the newest committed step, whose slices are fetched.
+        start_s: seconds that the start of a trainer takes.
+    """
+    filled, old, layout = fill(seating), seating.previous, seating.layout
+    hosts = [record.host for record in filled if record is not None]
+    if len(hosts) < len(filled) or len(ready) < len(hosts) or set(hosts) <= set(ready):
+        return filled
+    if old is None or layout is None:
+        return filled
+    if {len(hosts), len(old.slots)} != {layout.mesh.num_slots}:
+        return filled
+    inside = replace(
+        seating,
+        usable=[record for record in seating.usable if record.host in ready],
+        choose_size=lambda *_: len(hosts),
+    )
+    found = fill(inside)
+    heirs = [record.host for record in found if record is not None]
+    if len(heirs) < len(hosts) or (server in hosts and server not in heirs):
+        return filled
+    placement = old.spread.place(layout)
+    if not separates_as_well(old.spread, placement, hosts, heirs, seating.domains):
+        return filled
+    prefetched = seating.prefetched(len(hosts))
+
+    def lacks(host: str, slot: int) -> int:
+        held = seating.replies[host]["holdings"].get(step, {})
+        missing = sum(it.nbytes for it in layout.slices(slot) if it.key not in held)
+        return max(0, missing - prefetched.get(host, {}).get(slot, 0))
+
+    pairs = enumerate(zip(heirs, hosts, strict=True))
+    more = [lacks(heir, at) - lacks(host, at) for at, (heir, host) in pairs]
+    return found if max(more) <= start_s * FETCH_BYTES_PER_S else filled
 
 
 def assign(
@@ -425,7 +502,8 @@ def report_of(
     assignment = round_.assignment
     assert assignment is not None and assignment.rung is not None
     named = {host for reason in causes(round_.reasons) for host in reason.hosts}
-    taken = replaced(previous, assignment, named)
+    # A named host that has answered may be alive: who has its slot is told as well.
+    taken = replaced(previous, assignment, named - round_.replies.keys())
     survivors = set(previous.slots if previous else ()) & set(assignment.slots) - named
     restarted = survivors - round_.members(world.number).keys()
     return RecoveryReport(

@@ -205,6 +205,19 @@ def given_up(world: WorldPlan, named: Collection[str]) -> list[int]:
     return sorted(at for host, at in world.indices.items() if host in named)
 
 
+def why_over(world: WorldPlan, usable: Collection[str] = ()) -> str:
+    """Returns why a world (group of JAX processes) cannot form a further mesh.
+
+    Returns "" if it can. `usable` are the hosts that may have a slot. If one host runs
+    the coordination service for all processes, it must be among them.
+    """
+    if world.server and world.server not in usable:
+        return f"{world.server}, which served the trainers' processes, is gone"
+    if not world.server and world.turn + 1 >= TURNS:
+        return f"the world has had its {TURNS} formations"
+    return ""
+
+
 def swapped(
     world: WorldPlan,
     slots: Sequence[str],
@@ -220,8 +233,7 @@ def swapped(
         slots: the host of each slot from now on.
         members: the hosts whose processes are in the world; all have given up their
             slots.
-        usable: the hosts that may have a slot. If one host runs the coordination
-            service for all processes, it must be among them.
+        usable: the hosts that may have a slot (`why_over`).
 
     Returns:
         The world with a process index for every host in `slots`, and with `turn`, the
@@ -237,10 +249,8 @@ def swapped(
     """
     if not set(slots) & set(members):
         return "no process of the slots is left in the world"
-    if world.server and world.server not in usable:
-        return f"{world.server}, which served the trainers' processes, is gone"
-    if not world.server and world.turn + 1 >= TURNS:
-        return f"the world has had its {TURNS} formations"
+    if why := why_over(world, usable):
+        return why
     indices = {
         host: index
         for host, index in world.indices.items()

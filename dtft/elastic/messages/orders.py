@@ -91,7 +91,7 @@ ORDER_FIELDS: Table = {
         "assignment": assignment,
     },
     "reach": {"ballot": ballot, "reach": map_of(text, address)},
-    "expect": {"layout": layout, "domains": list_of(text)},
+    "expect": {"layout": layout, "domains": list_of(text), "committed": flag},
     "prefetch": {
         "layout": layout,
         "slot": number,

@@ -78,6 +78,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "missed": list_of(text),
         "world": number,
         "place": number,
+        "joined": flag,
         "prefetched": map_of(number, number),
     },
     "serving": {"ballot": ballot, "address": or_empty(address), "error": text},
@@ -196,7 +197,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "holdings": frozenset(
         {
             *("complete", "export_port", "assignment", "commits", "missed"),
-            *("world", "place", "prefetched"),
+            *("world", "place", "joined", "prefetched"),
         }
     ),
     "unfit": frozenset({"layout"}),

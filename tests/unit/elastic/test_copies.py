@@ -59,6 +59,23 @@ def test_a_slot_that_needs_more_gets_it(copies: Copies, tmp_path: Path) -> None:
     assert holder.path.name == "arena" and files(tmp_path) == ["arena"]
 
 
+def test_copies_of_a_former_slot_become_memory_for_any_slot(
+    copies: Copies, tmp_path: Path
+) -> None:
+    copies.expect(layout(5000))
+    copies.epoch = 2, 1
+    former = copies.hold(layout(5000), 1)
+    stage(copies, 7, b"x" * 16)
+    copies.expect(layout(5000))
+    assert former.steps() == (7,)
+    copies.expect(layout(5000), free=(1, 1))  # a newer order has given it a slot
+    assert copies.holder is former and former.steps() == (7,)
+    copies.expect(layout(5000), free=(2, 1))
+    assert copies.holders() == [] and files(tmp_path) == ["reserve"]
+    assert copies.report(read=True)["holdings"] == {}
+    assert copies.hold(layout(5000), 0).path.name == "reserve"
+
+
 def test_what_was_never_used_is_freed(copies: Copies) -> None:
     copies.expect(layout(5000))
 

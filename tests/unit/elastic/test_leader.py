@@ -195,13 +195,14 @@ def test_hosts_are_asked_for_memory_that_another_host_lacks(desk: Desk) -> None:
     desk.orders.clear()
     told = {"op": "unfit", "ballot": ballot, "why": "no memory", "layout": layout}
     desk.leader.handle_report("a", told)
-    assert desk.take("expect") == [("b", {"layout": layout, "domains": []})]
+    fields = {"layout": layout, "domains": [], "committed": False}
+    assert desk.take("expect") == [("b", fields)]
     for host in "ab":
         desk.answer(host)
     desk.turn()
     assert desk.phase == "waiting"
     desk.turn(FIRST_ASK_S + 1)
-    assert desk.take("expect") == [("a", {"layout": layout, "domains": []})]
+    assert desk.take("expect") == [("a", fields)]
     assert desk.phase == "waiting", "no round begins until it has the memory"
 
 
@@ -215,7 +216,7 @@ def test_a_spare_is_told_what_a_slot_holds(desk: Desk) -> None:
     said = {"op": "layout", "ballot": ballot, "layout": LAYOUT.to_json()}
     desk.leader.handle_report("a", dict(said))
     desk.join("d")
-    fields = {"layout": said["layout"], "domains": []}
+    fields = {"layout": said["layout"], "domains": [], "committed": False}
     ahead = desk.take("prefetch")
     assert desk.take("expect") == [("c", fields), ("d", fields)]
     assert [(host, it["slot"]) for host, it in ahead] == [("c", 0), ("c", 0), ("d", 1)]

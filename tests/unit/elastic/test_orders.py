@@ -76,7 +76,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "regions": REMAPPED["regions"],
         "assignment": ASSIGNMENT.to_json(),
     },
-    "expect": {"layout": STATE.to_json(), "domains": []},
+    "expect": {"layout": STATE.to_json(), "domains": [], "committed": True},
     "prefetch": {
         "layout": STATE.to_json(),
         "slot": 1,

@@ -43,6 +43,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "missed": ["b"],
         "world": 1048577,
         "place": 3,
+        "joined": True,
         "prefetched": {1: 4096},
     },
     "serving": {"address": "10.0.0.5:7001", "error": ""},
