@@ -521,6 +521,11 @@ class RestorePlan:
         np.add.at(sent, self.routes.source, self.routes.stop - self.routes.start)
         return {self.hosts[at]: int(sent[at]) for at in np.flatnonzero(sent)}
 
+    def receivers(self, source: str) -> frozenset[str]:
+        """Returns the hosts that fetch bytes from the host `source`."""
+        rows = self.routes.source == self._at(source)
+        return frozenset(self.hosts[at] for at in np.unique(self._targets[rows]))
+
     def _own_rows(self, host: str) -> np.ndarray:
         at = self._at(host)
         order, targets = self._own_order

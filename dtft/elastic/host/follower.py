@@ -147,6 +147,8 @@ class Follower:
         self._holding = loop.lane("copies")
         """Lane (thread with a queue) on which changes and reports of this host's copies
         run one after the other."""
+        self._reserving = loop.lane("reserve")
+        """Lane on which memory for a later slot is allocated, which may take long."""
         self._export_attempt = 0
         """Field `failures` of the last export order: number of exports that failed or
         were replaced before in this formation."""
@@ -354,16 +356,23 @@ class Follower:
             layout: the job's layout as JSON.
             domains: failure domain of each slot; empty if every slot is its own domain.
             committed: whether a step was committed since slots were last assigned. If
-                this host has no slot, its copies are of earlier steps, and are freed.
+                this host has no slot, its copies are of earlier assignments, and are
+                freed first.
         """
-        epoch = None
-        if self._task is None:
+        has_slot, epoch = self._task is not None, self._copies.epoch
+        if not has_slot:
             self._exports.close()
-            epoch = self._copies.epoch if committed else None
         expected = Layout.from_json(layout)
-        self._holding.submit(
-            lambda: self._copies.expect(expected, domains, free=epoch), self._expected
-        )
+
+        def reserve(freed: "Future[None] | None" = None) -> None:
+            self._reserving.submit(
+                lambda: self._copies.expect(expected, domains), self._expected
+            )
+
+        if committed and not has_slot:
+            self._holding.submit(lambda: self._copies.free(epoch), reserve)
+        else:
+            reserve()
 
     def prefetch(
         self, layout: str, slot: int, address: str, epoch: Sequence[int]
@@ -669,7 +678,7 @@ class Follower:
     def retire(self) -> None:
         """Gives up the slot, so that this host becomes a spare.
 
-        The host keeps its copies until a later order replaces them.
+        The host keeps its copies until a later order replaces or frees them.
         """
         self._stand_down()
         self._exports.close()
@@ -1216,6 +1225,7 @@ class Follower:
         if self._parts.prefetcher is not None:
             self._parts.prefetcher.stop()
         self._holding.close()
+        self._reserving.close()
         self._trainers.close()
         self._copies.close()
 

@@ -82,12 +82,7 @@ class FailureAccount:
         self._failures.append(failure)
 
     def trained(self) -> None:
-        """Records that every slot trains, and clears the counts of failed restores.
-
-        Forgets the failures so far: the attempt has trained in spite of them. Such a
-        failure is the loss of a host without a slot from which others fetched slices.
-        """
-        self._failures = []
+        """Records that every slot trains, and clears the counts of failed restores."""
         if self._attempt is not None:
             old = self._attempt
             self._attempt = Attempt(

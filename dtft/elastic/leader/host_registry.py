@@ -424,7 +424,8 @@ class HostMonitor:
     def lost(self, host: str, how: str) -> None:
         """Handles the loss of a host: forms the job anew if the host had a slot.
 
-        Also forms the job anew, for any host, while a new assignment of slots is being
+        Forms the job anew also if a host that is restoring fetches slices from it. Also
+        forms the job anew, for any host, while a new assignment of slots is being
         recorded. While the leader still decides which host gets which slot, the loss is
         only added to the reasons. Does nothing for a host that is not registered.
 
@@ -436,13 +437,14 @@ class HostMonitor:
             return
         self._journal.event("host_lost", host=host, how=how)
         rendezvous = self._rendezvous
-        if host in rendezvous.slot_of or rendezvous.is_sender(host):
+        is_needed = host in rendezvous.slot_of or rendezvous.is_sender(host)
+        if is_needed:
             rendezvous.failures.add(Failure(kind="lost", host=host, error=how))
         reason = lost(host, rendezvous.assignment, rendezvous.previous)
         if rendezvous.is_deciding and rendezvous.current is not None:
             rendezvous.current.reasons.append(reason)
             rendezvous.gathered()
-        elif host in rendezvous.slot_of or rendezvous.phase == "assigning":
+        elif is_needed or rendezvous.phase == "assigning":
             rendezvous.form(reason)
         elif rendezvous.phase != "idle":
             self._journal.say(f"spare {host} was lost ({how})")

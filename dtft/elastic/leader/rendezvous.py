@@ -181,8 +181,10 @@ class Rendezvous:
         self._swaps = 0
         """Number of formations in the current world since every slot last trained."""
         self._start_s = START_S
-        """Seconds from the order to restore and train until the last trainer that had
-        to start announced the layout of its state."""
+        """Seconds from the order to restore and train until a trainer that had to start
+        announced the layout of its state, which it does after the restore. Of the last
+        such trainer whose host had all slices in memory, in a world that had trained
+        before: no transfer and no first start of the job is in it."""
         self._ordered_at = 0.0
         """Time of the last of these orders, in seconds on the monotonic clock."""
         self._has_committed = False
@@ -503,11 +505,14 @@ class Rendezvous:
         return {peer: round_.ring[peer].address for peer in peers}
 
     def is_sender(self, host: str) -> bool:
-        """Whether hosts that restore now fetch slices from this host."""
+        """Whether some host is restoring and fetches slices from this host."""
         round_ = self.current
         if round_ is None or round_.decision is None or self.phase != "preparing":
             return False
-        return host in round_.decision.sent
+        plan = round_.decision.plan
+        if plan is None or host not in plan.sent:
+            return False
+        return bool(plan.receivers(host) - round_.prepared.keys())
 
     @property
     def is_deciding(self) -> bool:
@@ -580,7 +585,9 @@ class Rendezvous:
         """Returns the hosts whose processes can train without a start.
 
         These processes are in the world (the group of JAX processes) that trained last.
-        Returns set() if all trainers restart.
+        Returns set() if all trainers restart. Leaves out a host that still has the
+        memory of a former slot: another slot needs memory of its own until a step is
+        committed, and its allocation takes longer than a start.
 
         Args:
             round_: the current attempt to form the job, with the hosts' reports.
@@ -590,7 +597,11 @@ class Rendezvous:
             return set()
         slots = self.previous.slots if self.previous is not None else ()
         members = sound(round_.members(self._keep), self.world.size, slots)
-        return members.keys() & round_.joined
+        return {
+            host
+            for host in members.keys() & round_.joined
+            if host in slots or not round_.replies[host]["layouts"]
+        }
 
     def _set_aside(self, hosts: list[str]) -> list[str]:
         """Returns which of `hosts` get no slot, so that all others reach each other.
@@ -1001,10 +1012,15 @@ class Rendezvous:
     def announced(self, host: str) -> None:
         """Measures how long a trainer took to start, once it announces its layout.
 
-        `host` is the trainer's host. Does nothing if the trainer has kept its process.
+        `host` is the trainer's host. Does nothing if the trainer has kept its process,
+        if its world is new, or if its host has fetched slices.
         """
-        round_ = self.current
-        if round_ is not None and host not in round_.members(self.world.number):
+        round_, assignment = self.current, self.assignment
+        if round_ is None or assignment is None or not self.world.turn:
+            return
+        has_kept = host in round_.members(self.world.number)
+        has_fetched = round_.prepared.get(host, {}).get("peers", 0) > 0
+        if assignment.source == "memory" and not has_kept and not has_fetched:
             self._start_s = max(START_S, self._loop.now() - self._ordered_at)
 
     def open_coordinator(self, layout: Layout, assignment: SlotAssignment) -> None:
@@ -1084,7 +1100,7 @@ class Rendezvous:
         """Orders the hosts in `hosts` that have no slot to allocate memory for one.
 
         If a step was committed since slots were assigned, they first free the copies
-        that they have of former slots, which are all of earlier steps.
+        that they have of former slots, which are all of earlier assignments.
 
         Also orders all hosts without a slot to fetch ahead the slices that no step
         changes. Does nothing before the assignment of slots is recorded and a trainer
@@ -1110,7 +1126,8 @@ class Rendezvous:
 
         The spare can then take this slot with fewer transfers. Spares are numbered in
         the order in which they joined, and spare n gets slot n modulo the number of
-        slots. So a new spare does not change the slots of earlier spares. Does nothing
+        slots. So a host that joins does not change the slots of earlier spares. A host
+        that becomes a spare because its trainer has ended may change them. Does nothing
         in a served job (whose processes the user starts).
 
         Args:

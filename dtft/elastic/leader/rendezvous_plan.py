@@ -285,7 +285,7 @@ def fill_with_ready(
     * No slot's host lacks more bytes, beyond those that the host by `fill` lacks, than
       1 GB/s (`FETCH_BYTES_PER_S`) moves in the time that the start of a trainer takes.
     * The host that runs JAX's coordination service for all trainers keeps its slot, if
-      any: with its slot it would lose the protection that hosts with slots have.
+      it has one. Without a slot it could end without the job being formed anew.
 
     Args:
         seating: the hosts, the present slots and the layout.

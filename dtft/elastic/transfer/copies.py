@@ -38,7 +38,7 @@ class Copies:
         self._config = config
         self.holder: ReplicaStore | None = None
         """Holder for the newest assignment of slots. None until the layout is known,
-        and after an allocation that failed."""
+        after an allocation that failed, and after `free`."""
         self._shares: dict[ReplicaStore, Shares] = {}
         self.former: tuple[ReplicaStore, ...] = ()
         """Holders for former assignments of slots. A restore of the last commit may
@@ -175,12 +175,21 @@ class Copies:
         fit = [it for it in having if it.slot == slot]
         return next(iter([*fit, *having]), self.holder)
 
-    def expect(
-        self,
-        layout: Layout,
-        domains: Sequence[str] = (),
-        free: tuple[int, int] | None = None,
-    ) -> None:
+    def free(self, epoch: tuple[int, int]) -> None:
+        """Frees all holders, with their copies, of a host without a slot.
+
+        Called when a step has been committed since this host lost its slot. Does
+        nothing if a newer order has given it a slot meanwhile: `epoch` is the value
+        that `self.epoch` had when the host had none.
+        """
+        with self._lock:
+            if epoch != self.epoch:
+                return
+            old, self.holder, self.former = self.holders(), None, ()
+        for one in old:
+            self._drop(one)
+
+    def expect(self, layout: Layout, domains: Sequence[str] = ()) -> None:
         """Reserves memory for a slot of this layout; returns once it is allocated.
 
         A spare host with this reserve can take a slot without waiting for memory. All
@@ -188,22 +197,10 @@ class Copies:
         is allocated when the host takes the slot. Does nothing if this host has a
         holder or a reserve already.
 
-        Args:
-            layout: layout of the state (its mesh and arrays).
-            domains: the failure domain of each slot; empty if every slot is its own
-                domain.
-            free: the value that `epoch` had when this host had no slot, and copies of
-                steps before the newest commit only: all holders are closed first, but
-                not if a newer order has given it a slot. None: holders stay.
-
         Raises:
             OSError: not enough memory; names bytes needed and available.
         """
         with self._lock:
-            if free == self.epoch:
-                old, self.holder, self.former = self.holders(), None, ()
-                for one in old:
-                    self._drop(one)
             if self.holder is None and self._reserve is None:
                 self._reserve = self._prepare(layout, tuple(domains))
 

@@ -69,6 +69,9 @@ def test_every_byte_exactly_once_from_live_holders(
     assert isinstance(again, RestorePlan) and again.transfers == found.transfers
     total = sum(t.nbytes for t in found.transfers)
     assert total == sum(found.sent.values())
+    for host in found.hosts:
+        targets = {t.target for t in found.transfers if t.source == host}
+        assert found.receivers(host) == targets
 
 
 @given(st.integers(2, 8), st.integers(1, 8), st.integers(1, 12))

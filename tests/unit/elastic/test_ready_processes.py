@@ -13,6 +13,7 @@ from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.checkpoint.state.slices import Leaf
 from dtft.elastic.anti_affinity import known_domains
 from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment
+from dtft.elastic.leader.rendezvous import START_S
 from dtft.elastic.leader.rendezvous_plan import FETCH_BYTES_PER_S, fill_with_ready
 from dtft.elastic.seat_policy import LAUNCHED, Seating
 from tests.support.commits import HOSTS, holdings_of, layout
@@ -159,14 +160,26 @@ def test_hosts_in_the_world_keep_their_slots(there: set[str], ready: set[str]) -
 
 
 class Joined(ObedientDesk):
-    """All hosts but those in `starting` have a process in the world."""
+    """All hosts but those in `starting` have a process in the world.
+
+    A host without a slot frees its copies when it is told to.
+    """
 
     starting: frozenset[str] = frozenset()
+    just_ended = ""
+    """The host whose trainer has just ended; its next process is in no world yet."""
+
+    def ordered(self, host: str, op: str, **fields: Any) -> None:
+        """A host obeys."""
+        super().ordered(host, op, **fields)
+        if op == "expect" and fields["committed"]:
+            self.members.discard(host)
 
     def report(self, host: str, message: dict[str, Any]) -> None:
         """A host that has left its slot says that its process is in the world."""
         world = self.leader._rendezvous.world
-        if message["op"] == "holdings" and host in world.indices:
+        is_member = host in world.indices and host != self.just_ended
+        if message["op"] == "holdings" and is_member:
             message |= {"world": world.number, "place": world.indices[host]}
             message["joined"] = host not in self.starting
         super().report(host, message)
@@ -177,6 +190,7 @@ class Joined(ObedientDesk):
         old = rendezvous.current
         assert old is not None
         self.starting |= {host}
+        self.just_ended = host
         self.report(host, {"op": "trainer_exit", "ballot": old.ballot, "code": -9})
         self.until(lambda: rendezvous.current is not old)
         self.settle(2)
@@ -201,7 +215,12 @@ def test_the_host_of_an_ended_trainer_becomes_a_spare(desk: Joined) -> None:
     desk.commit(9)
     desk.end_trainer("h2")  # the process of h1 has not joined yet
     assert desk.assignment.slots == ("h0", "h2")
+    desk.starting = frozenset()
     desk.commit(10)
+    desk.members.add("h1")  # it has not freed the memory of its former slot yet
+    desk.end_trainer("h2")
+    assert desk.assignment.slots == ("h0", "h2")
+    desk.commit(11)
     desk.starting = frozenset()
     desk.end_trainer("h2")
     assert desk.assignment.slots == ("h0", "h1")
@@ -225,12 +244,31 @@ def test_a_sender_that_is_lost_in_a_restore_is_the_cause_of_its_failure(
     desk.silent = {"h2"}  # it still restores
     with pytest.raises(AssertionError, match="not so"):
         desk.end_trainer("h1")
-    desk.lose("h1")
     current = desk.leader._rendezvous.current
     assert current is not None and current.decision is not None
     assert "h1" in current.decision.sent
-    told = {"op": "prepare_failed", "error": "h1 has gone", "corrupt": []}
-    desk.report("h2", told | {"ballot": current.ballot})
+    desk.lose("h1")
+    assert desk.leader._rendezvous.current is not current, "nobody waits for it"
     desk.until(lambda: desk.phase == "pausing")
     budget = desk.leader._rendezvous.failures._budget
     assert budget.fruitless == 2 and not budget.restores
+
+
+def test_only_a_start_that_is_like_the_next_is_measured(desk: Joined) -> None:
+    rendezvous = desk.leader._rendezvous
+    assert rendezvous._start_s == START_S  # all trainers have started: not measured
+    desk.end_trainer("h1")
+    assert rendezvous._start_s == START_S  # h2 has kept its process
+    desk.loop.turn(5)
+    rendezvous.announced("h0")
+    assert rendezvous._start_s == START_S
+    desk.commit(9)
+    desk.end_trainer("h2")  # and keeps its slot, as the process of h1 has not joined
+    current = rendezvous.current
+    assert current is not None and current.prepared["h2"]["peers"] > 0
+    rendezvous.announced("h2")
+    assert rendezvous._start_s == START_S  # it has fetched
+    current.prepared["h2"]["peers"] = 0
+    desk.loop.turn(5)
+    rendezvous.announced("h2")
+    assert rendezvous._start_s >= 5
