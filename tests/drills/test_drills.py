@@ -292,8 +292,9 @@ def test_without_a_spare_the_job_waits_for_a_host(tmp_path, control):
 @every
 def test_training_goes_on_while_the_store_is_away(tmp_path, control):
     record = drill(
-        *(tmp_path, "digits_cnn", "--hosts", "3", "--stop.steps", "300"),
-        *("--checkpoint.storage_interval", "100", *control("digits-300")),
+        # The store is away for 5 s and its start: some 300 steps on a fast machine.
+        *(tmp_path, "digits_cnn", "--hosts", "3", "--stop.steps", "900"),
+        *("--checkpoint.storage_interval", "100", *control("digits-900")),
         *("--spares", "1", "--fault", "kill-store@30"),
     )
     (fault,) = record["faults"]

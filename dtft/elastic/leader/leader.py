@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """Seconds between two checks for stuck trainers."""
+CAUSE_S = 0.5
+"""Seconds for which a broken collective does not form the job anew, if one host runs
+the coordination service for all trainers. Meanwhile the end of the process that broke
+it is reported."""
 FATAL_INPUT = 2
 """Exit code of a job that ends because of its input, such as its config, rather than
 because of a failure in training."""
@@ -125,6 +129,9 @@ class Leader:
             else None
         )
         self._newest_failure = RoundReason("")
+        self._postponed: tuple[float, Round, RoundReason] | None = None
+        """When the job is formed anew because of a broken collective, the round in
+        which it broke, and the reason; None if no collective has broken."""
         self._looked_at = 0.0
         self._nobody_since: float | None = None
         """Time since which the job cannot begin (`_end_if_nobody_can`); None while the
@@ -503,13 +510,33 @@ class Leader:
             error: "TypeName: message" of the exception.
             evidence: the trainer's phase, the traceback and the path of the log.
         """
-        self._fails("exception", host, step=step, error=error, **evidence)
-        self._rendezvous.form(self._newest_failure)
+        failure = self._fails("exception", host, step=step, error=error, **evidence)
+        reason, round_ = self._newest_failure, self._rendezvous.current
+        if failure.is_consequence and self._rendezvous.world.server:
+            # A round that names only this host would declare its process lost, not the
+            # one that has ended, and all would have to start anew.
+            assert round_ is not None
+            if self._postponed is None or self._postponed[1] is not round_:
+                self._postponed = self._loop.now() + CAUSE_S, round_, reason
+            return
+        self._rendezvous.form(reason)
+
+    def _form_postponed(self) -> None:
+        """Forms the job anew if a collective broke and no cause was reported in time.
+
+        Does nothing if another round has begun since.
+        """
+        if self._postponed is None or self._loop.now() < self._postponed[0]:
+            return
+        _, round_, reason = self._postponed
+        self._postponed = None
+        if self._rendezvous.current is round_:
+            self._rendezvous.form(reason)
 
     def _log_of(self, host: str) -> str:
         return str(self._config.run_directory / "logs" / f"{host}.trainer.log")
 
-    def _fails(self, kind: Kind, host: str, **told: Any) -> None:
+    def _fails(self, kind: Kind, host: str, **told: Any) -> Failure:
         """Records a host's failure, which the caller may give as reason of a new round.
 
         A round is an attempt to form the job. The recorded failures decide later
@@ -519,6 +546,9 @@ class Leader:
             kind: the kind of failure, such as "exception" or "exit".
             host: the host.
             told: further fields of `Failure`, such as the step or the exit code.
+
+        Returns:
+            The failure.
         """
         rendezvous = self._rendezvous
         assignment = rendezvous.assignment or rendezvous.previous
@@ -527,6 +557,7 @@ class Leader:
         failure = Failure(kind=kind, host=host, slot=slot, step=step, **told)
         rendezvous.failures.add(failure)
         self._newest_failure = RoundReason(failure.text(), hosts=(host,))
+        return failure
 
     def _on_process_gone(self, host: str) -> None:
         slot = self._rendezvous.slot_of.get(host, "?")
@@ -660,6 +691,7 @@ class Leader:
         """
         rendezvous = self._rendezvous
         self._monitor.tick()
+        self._form_postponed()
         if self._requests is not None:
             self._await_save()
             self._requests.tick()

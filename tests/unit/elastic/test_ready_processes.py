@@ -1,6 +1,6 @@
 """Slots of ended trainers go to spares whose processes are in the world already."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.checkpoint.state.slices import Leaf
 from dtft.elastic.anti_affinity import known_domains
 from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment
+from dtft.elastic.leader.leader import CAUSE_S
 from dtft.elastic.leader.rendezvous import START_S
 from dtft.elastic.leader.rendezvous_plan import FETCH_BYTES_PER_S, fill_with_ready
 from dtft.elastic.seat_policy import LAUNCHED, Seating
@@ -184,6 +185,20 @@ class Joined(ObedientDesk):
             message["joined"] = host not in self.starting
         super().report(host, message)
 
+    def break_collective(self, host: str) -> None:
+        """The collective of a trainer fails because a peer has gone."""
+        old = self.leader._rendezvous.current
+        assert old is not None
+        told = {"op": "failed", "ballot": old.ballot, "slot": self.slot_of[host]}
+        told |= {"step": 8, "phase": "step", "traceback": "", "log": ""}
+        told["error"] = "JaxRuntimeError: UNKNOWN: Gloo all-reduce failed: closed"
+        self.report(host, told)
+
+    @property
+    def slot_of(self) -> Mapping[str, int]:
+        """Host to slot."""
+        return self.leader._rendezvous.slot_of
+
     def end_trainer(self, host: str) -> None:
         """A trainer is killed; its host has another process, which is in no world."""
         rendezvous = self.leader._rendezvous
@@ -272,3 +287,30 @@ def test_only_a_start_that_is_like_the_next_is_measured(desk: Joined) -> None:
     desk.loop.turn(5)
     rendezvous.announced("h2")
     assert rendezvous._start_s >= 5
+
+
+def test_the_process_that_has_ended_is_declared_lost_not_one_that_missed_it(
+    desk: Joined,
+) -> None:
+    """One service serves all processes, and the survivor's report comes first."""
+    assert desk.leader._rendezvous.world.server == "h0"
+    old = desk.leader._rendezvous.current
+    desk.break_collective("h0")
+    desk.turn(0.1)
+    assert desk.leader._rendezvous.current is old
+    desk.end_trainer("h1")
+    assert desk.assignment is not None
+    assert desk.assignment.slots == ("h0", "h2") and desk.assignment.rung == 0
+    assert [fields["places"] for _, fields in desk.take("give_up")] == [[2]]
+    new = desk.leader._rendezvous.current
+    desk.turn(2 * CAUSE_S)
+    assert desk.leader._rendezvous.current is new
+
+
+def test_a_broken_collective_without_a_cause_forms_the_job_anew(desk: Joined) -> None:
+    old = desk.leader._rendezvous.current
+    desk.break_collective("h0")
+    desk.until(lambda: desk.leader._rendezvous.current is not old, 2 * CAUSE_S)
+    desk.settle(2)
+    (recovery,) = [it for it in desk.events() if it["event"] == "recovery"][-1:]
+    assert "Gloo all-reduce failed" in recovery["fault"]
