@@ -365,6 +365,8 @@ class Follower:
         expected = Layout.from_json(layout)
 
         def reserve(freed: "Future[None] | None" = None) -> None:
+            if freed is not None and (error := freed.exception()) is not None:
+                logger.warning("copies of a former slot stay in memory: %r", error)
             self._reserving.submit(
                 lambda: self._copies.expect(expected, domains), self._expected
             )

@@ -424,7 +424,9 @@ class HostMonitor:
     def lost(self, host: str, how: str) -> None:
         """Handles the loss of a host: forms the job anew if the host had a slot.
 
-        Forms the job anew also if a host that is restoring fetches slices from it. Also
+        Forms the job anew also if a host that is restoring fetches slices from it. If
+        one host runs the coordination service for all trainers, it waits for the report
+        of the restoring host instead, whose process can then be declared lost. Also
         forms the job anew, for any host, while a new assignment of slots is being
         recorded. While the leader still decides which host gets which slot, the loss is
         only added to the reasons. Does nothing for a host that is not registered.
@@ -437,8 +439,9 @@ class HostMonitor:
             return
         self._journal.event("host_lost", host=host, how=how)
         rendezvous = self._rendezvous
-        is_needed = host in rendezvous.slot_of or rendezvous.is_sender(host)
-        if is_needed:
+        has_slot, is_sender = host in rendezvous.slot_of, rendezvous.is_sender(host)
+        is_needed = has_slot or (is_sender and not rendezvous.world.server)
+        if has_slot or is_sender:
             rendezvous.failures.add(Failure(kind="lost", host=host, error=how))
         reason = lost(host, rendezvous.assignment, rendezvous.previous)
         if rendezvous.is_deciding and rendezvous.current is not None:

@@ -45,7 +45,7 @@ LOOK_S = 1.0
 CAUSE_S = 0.5
 """Seconds for which a broken collective does not form the job anew, if one host runs
 the coordination service for all trainers. Meanwhile the end of the process that broke
-it is reported."""
+it is usually reported."""
 FATAL_INPUT = 2
 """Exit code of a job that ends because of its input, such as its config, rather than
 because of a failure in training."""
@@ -131,7 +131,8 @@ class Leader:
         self._newest_failure = RoundReason("")
         self._postponed: tuple[float, Round, RoundReason] | None = None
         """When the job is formed anew because of a broken collective, the round in
-        which it broke, and the reason; None if no collective has broken."""
+        which it broke, and the reason; None if no collective has broken. Void if
+        another round has begun."""
         self._looked_at = 0.0
         self._nobody_since: float | None = None
         """Time since which the job cannot begin (`_end_if_nobody_can`); None while the
@@ -512,7 +513,8 @@ class Leader:
         """
         failure = self._fails("exception", host, step=step, error=error, **evidence)
         reason, round_ = self._newest_failure, self._rendezvous.current
-        if failure.is_consequence and self._rendezvous.world.server:
+        is_shared = self._config.hot_swap and bool(self._rendezvous.world.server)
+        if failure.is_consequence and is_shared:
             # A round that names only this host would declare its process lost, not the
             # one that has ended, and all would have to start anew.
             assert round_ is not None

@@ -585,9 +585,8 @@ class Rendezvous:
         """Returns the hosts whose processes can train without a start.
 
         These processes are in the world (the group of JAX processes) that trained last.
-        Returns set() if all trainers restart. Leaves out a host that still has the
-        memory of a former slot: another slot needs memory of its own until a step is
-        committed, and its allocation takes longer than a start.
+        Returns set() if all trainers restart. Leaves out a host that has neither a
+        slot nor memory reserved for one, as allocation may take longer than a start.
 
         Args:
             round_: the current attempt to form the job, with the hosts' reports.
@@ -600,7 +599,7 @@ class Rendezvous:
         return {
             host
             for host in members.keys() & round_.joined
-            if host in slots or not round_.replies[host]["layouts"]
+            if host in slots or round_.replies[host].get("reserved")
         }
 
     def _set_aside(self, hosts: list[str]) -> list[str]:

@@ -80,6 +80,7 @@ REPORT_FIELDS: Mapping[str, Mapping[str, Check]] = {
         "place": number,
         "joined": flag,
         "prefetched": map_of(number, number),
+        "reserved": flag,
     },
     "serving": {"ballot": ballot, "address": or_empty(address), "error": text},
     "joined": {"ballot": ballot, "world": number},
@@ -197,7 +198,7 @@ OPTIONAL_REPORT_FIELDS: Mapping[str, frozenset[str]] = {
     "holdings": frozenset(
         {
             *("complete", "export_port", "assignment", "commits", "missed"),
-            *("world", "place", "joined", "prefetched"),
+            *("world", "place", "joined", "prefetched", "reserved"),
         }
     ),
     "unfit": frozenset({"layout"}),

@@ -182,6 +182,8 @@ class Copies:
         nothing if a newer order has given it a slot meanwhile: `epoch` is the value
         that `self.epoch` had when the host had none.
         """
+        if not self.holders():
+            return  # and `expect`, which holds the lock, may still allocate
         with self._lock:
             if epoch != self.epoch:
                 return
@@ -234,7 +236,8 @@ class Copies:
             key, to the digests of the copy. `complete`: maps step to the slots all of
             whose own slices are on this host. `items`: maps step to the JSON items of
             its checkpoint. `corrupt`: a text for each corrupt copy. `prefetched`: maps
-            slot to the number of prefetched bytes of its slices.
+            slot to the number of prefetched bytes of its slices. `reserved`: whether
+            memory for a slot is reserved.
         """
         holders = self.holders()
         held: dict[int, dict[str, bytes]] = {}
@@ -268,6 +271,7 @@ class Copies:
             "items": items,
             "corrupt": corrupt,
             "prefetched": self.prefetched.report(),
+            "reserved": self._reserve is not None,
         }
 
     def located(self, step: int, in_memory: bool) -> dict[str, Any]:

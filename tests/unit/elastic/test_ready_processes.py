@@ -15,7 +15,11 @@ from dtft.elastic.anti_affinity import known_domains
 from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment
 from dtft.elastic.leader.leader import CAUSE_S
 from dtft.elastic.leader.rendezvous import START_S
-from dtft.elastic.leader.rendezvous_plan import FETCH_BYTES_PER_S, fill_with_ready
+from dtft.elastic.leader.rendezvous_plan import (
+    FETCH_BYTES_PER_S,
+    Round,
+    fill_with_ready,
+)
 from dtft.elastic.seat_policy import LAUNCHED, Seating
 from tests.support.commits import HOSTS, holdings_of, layout
 from tests.support.obedient_desk import ObedientDesk
@@ -163,7 +167,8 @@ def test_hosts_in_the_world_keep_their_slots(there: set[str], ready: set[str]) -
 class Joined(ObedientDesk):
     """All hosts but those in `starting` have a process in the world.
 
-    A host without a slot frees its copies when it is told to.
+    A host without a slot frees its copies when it is told to, and then has memory for
+    any slot.
     """
 
     starting: frozenset[str] = frozenset()
@@ -183,6 +188,7 @@ class Joined(ObedientDesk):
         if message["op"] == "holdings" and is_member:
             message |= {"world": world.number, "place": world.indices[host]}
             message["joined"] = host not in self.starting
+            message["reserved"] = host not in self.members
         super().report(host, message)
 
     def break_collective(self, host: str) -> None:
@@ -209,6 +215,16 @@ class Joined(ObedientDesk):
         self.report(host, {"op": "trainer_exit", "ballot": old.ballot, "code": -9})
         self.until(lambda: rendezvous.current is not old)
         self.settle(2)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Joined]:
+    """Each process has a coordination service of its own, as on CPU."""
+    made = Joined(tmp_path, hosts=3, hot_swap=True, cpu_devices=1)
+    made.commit(8)
+    assert not made.leader._rendezvous.world.server
+    yield made
+    made.close()
 
 
 @pytest.fixture
@@ -252,10 +268,8 @@ def test_spares_free_copies_of_former_slots_at_the_first_commit(desk: Joined) ->
     assert told == [("h1", False), ("h1", True)]
 
 
-def test_a_sender_that_is_lost_in_a_restore_is_the_cause_of_its_failure(
-    desk: Joined,
-) -> None:
-    """Otherwise a sound commit would be blamed, and no longer be restored."""
+def lost_in_a_restore(desk: Joined) -> Round:
+    """h2 fetches the slices of slot 1 from h1, which is lost; the round of that."""
     desk.silent = {"h2"}  # it still restores
     with pytest.raises(AssertionError, match="not so"):
         desk.end_trainer("h1")
@@ -263,10 +277,38 @@ def test_a_sender_that_is_lost_in_a_restore_is_the_cause_of_its_failure(
     assert current is not None and current.decision is not None
     assert "h1" in current.decision.sent
     desk.lose("h1")
-    assert desk.leader._rendezvous.current is not current, "nobody waits for it"
+    return current
+
+
+def test_a_sender_that_is_lost_in_a_restore_is_the_cause_of_its_failure(
+    desk: Joined,
+) -> None:
+    """Otherwise a sound commit would be blamed, and no longer be restored."""
+    old = lost_in_a_restore(desk)
+    assert desk.leader._rendezvous.current is old
+    told = {"op": "prepare_failed", "error": "h1 has gone", "corrupt": []}
+    desk.report("h2", told | {"ballot": old.ballot})
     desk.until(lambda: desk.phase == "pausing")
     budget = desk.leader._rendezvous.failures._budget
     assert budget.fruitless == 2 and not budget.restores
+
+
+def test_nobody_waits_for_a_sender_that_is_lost(alone: Joined) -> None:
+    old = lost_in_a_restore(alone)
+    assert alone.leader._rendezvous.current is not old
+
+
+def test_a_sender_that_has_sent_everything_is_not_missed(alone: Joined) -> None:
+    alone.end_trainer("h1")
+    old = alone.leader._rendezvous.current
+    alone.lose("h1")
+    assert alone.leader._rendezvous.current is old
+
+
+def test_with_services_of_their_own_others_leave_at_once(alone: Joined) -> None:
+    old = alone.leader._rendezvous.current
+    alone.break_collective("h0")
+    alone.until(lambda: alone.leader._rendezvous.current is not old, CAUSE_S / 10)
 
 
 def test_only_a_start_that_is_like_the_next_is_measured(desk: Joined) -> None:

@@ -45,6 +45,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "place": 3,
         "joined": True,
         "prefetched": {1: 4096},
+        "reserved": True,
     },
     "serving": {"address": "10.0.0.5:7001", "error": ""},
     "joined": {"world": 1048577},
