@@ -1,9 +1,10 @@
 """Commits of a small state on up to four hosts, and what these hosts hold of it."""
 
 from dtft.checkpoint.replication.commit import Commit, push_root
-from dtft.checkpoint.replication.copy_placement import Push, place_copies
+from dtft.checkpoint.replication.copy_placement import Push, Spread, place_copies
 from dtft.checkpoint.state.digests import digest_root
 from dtft.checkpoint.state.slices import Layout, Leaf, MeshLayout
+from dtft.elastic.assignment import SlotAssignment
 
 HOSTS = ("h0", "h1", "h2", "h3")
 
@@ -42,6 +43,21 @@ def commit_of(state: Layout, step: int) -> Commit:
         layout=state.digest,
         holders=HOSTS[: state.mesh.num_slots],
         copies=2,
+    )
+
+
+def assignment(spread: Spread) -> SlotAssignment:
+    """The assignment of the four hosts that restored step 7 from memory."""
+    return SlotAssignment(
+        generation=1,
+        attempt=1,
+        slots=HOSTS,
+        incarnations=HOSTS,
+        source="memory",
+        step=7,
+        rung=1,
+        reason="",
+        spread=spread,
     )
 
 

@@ -290,7 +290,8 @@ def fill_with_ready(
     Args:
         seating: the hosts, the present slots and the layout.
         fill: chooses the host of each slot (`SeatPolicy.fill`).
-        ready: the hosts whose processes are in the world.
+        ready: the hosts whose processes are in the world, and that have memory for a
+            slot.
         server: the host of the coordination service; "" if each process has its own.
         step: the newest committed step, whose slices are fetched.
         start_s: seconds that the start of a trainer takes.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.checkpoint.state.slices import Leaf
 from dtft.elastic.anti_affinity import known_domains
-from dtft.elastic.assignment import HostRecord, SizeLimits, SlotAssignment
+from dtft.elastic.assignment import HostRecord, SizeLimits
 from dtft.elastic.leader.leader import CAUSE_S
 from dtft.elastic.leader.rendezvous import START_S
 from dtft.elastic.leader.rendezvous_plan import (
@@ -21,7 +21,7 @@ from dtft.elastic.leader.rendezvous_plan import (
     fill_with_ready,
 )
 from dtft.elastic.seat_policy import LAUNCHED, Seating
-from tests.support.commits import HOSTS, holdings_of, layout
+from tests.support.commits import HOSTS, assignment, holdings_of, layout
 from tests.support.obedient_desk import ObedientDesk
 
 STATE = layout(1, 4)
@@ -31,7 +31,7 @@ LIVE = (*HOSTS, *SPARES)
 
 
 def record(host: str, racks: dict[str, str] | None = None) -> HostRecord:
-    """A host; spares joined before the hosts with slots, which is as in long jobs."""
+    """A host; spares joined first, so their order is that of their names."""
     return HostRecord(
         host=host,
         address="",
@@ -51,23 +51,12 @@ def seating(
     if racks:
         names = tuple(racks[host] for host in HOSTS)
         spread = Spread(copies=2, level="rack", domains=names)
-    old = SlotAssignment(
-        generation=1,
-        attempt=1,
-        slots=HOSTS,
-        incarnations=HOSTS,
-        source="memory",
-        step=7,
-        rung=1,
-        reason="",
-        spread=spread,
-    )
     return Seating(
         usable=records,
         replies={host: {"holdings": HELD.get(host, {})} for host in hosts},
         num_slots=4,
         choose_size=lambda available, layout: 4,
-        previous=old,
+        previous=assignment(spread),
         layout=STATE,
         limits=SizeLimits(),
         domains=domains,

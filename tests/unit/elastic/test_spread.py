@@ -14,7 +14,7 @@ from dtft.elastic.anti_affinity import (
 )
 from dtft.elastic.assignment import HostRecord, SlotAssignment, fill_slots, seat
 from dtft.elastic.store.view import View
-from tests.support.commits import HOSTS, commit_of, holdings_of, layout
+from tests.support.commits import HOSTS, assignment, commit_of, holdings_of, layout
 
 RACKS = {"h0": "r1", "h1": "r1", "h2": "r2", "h3": "r2", "s1": "r2", "s2": "r1"}
 STATE = layout(1, 4)
@@ -28,20 +28,6 @@ def record(host: str, racks: dict[str, str] = RACKS, joined: int = 0) -> HostRec
 
 
 DOMAINS, _ = known_domains(record(host) for host in RACKS)
-
-
-def assignment(spread: Spread) -> SlotAssignment:
-    return SlotAssignment(
-        generation=1,
-        attempt=1,
-        slots=HOSTS,
-        incarnations=HOSTS,
-        source="memory",
-        step=7,
-        rung=1,
-        reason="",
-        spread=spread,
-    )
 
 
 def test_a_spread_stays_while_copies_stay_in_memory() -> None:
