@@ -57,8 +57,10 @@ def test_a_dead_trainers_slot_goes_to_a_spare_and_its_host_is_the_next_spare(
     assert is_rung(trainer, 2) and trainer["generation"] == 2
     assert trainer["bytes_from_peers"] > 0 and trainer["bytes_from_storage"] == 0
     assert trainer["survivors"] == 1 and trainer["survivors_restarted"] == 0
-    assert "trainer of slot 1 on host-1" in trainer["cause"]
-    assert "host-2 has slot 1 of host-1" in trainer["cause"]
+    # Which of the three hosts is the spare is decided by who registers first.
+    moved = r"trainer of slot 1 on (\S+) killed by signal 9; (\S+) has slot 1 of \1"
+    hosts = re.fullmatch(moved, trainer["cause"])
+    assert hosts and hosts[1] != hosts[2], trainer["cause"]
     assert is_rung(host, 2) and host["generation"] == 3
     assert host["bytes_from_peers"] > 0 and host["bytes_from_storage"] == 0
     assert host["survivors"] == 1 and host["survivors_restarted"] == 0
@@ -353,16 +355,16 @@ def test_a_lost_stage_comes_from_the_same_stage_of_the_other_replica(tmp_path, c
     )
     recovery = only(record)
     assert is_rung(recovery, 2) and recovery["bytes_from_storage"] == 0
-    senders = recovery["senders"]
-    # The spare may have prefetched scalars that training does not change.
-    prefetched = sum(senders.values()) - recovery["bytes_from_peers"]
-    assert recovery["bytes_from_peers"] > 200_000 and 0 <= prefetched < 100
-    # Scalars, such as the step, are the same on all hosts; anybody may send those.
-    assert senders["host-3"] > 0.999 * recovery["bytes_from_peers"]
     first, last = [
         event["slots"]
         for event in read_events(tmp_path / "faulted")
         if event["event"] == "assignment"
     ]
-    assert first == ["host-0", "host-1", "host-2", "host-3"]
-    assert last == ["host-0", "host-4", "host-2", "host-3"]
+    (spare,) = {f"host-{number}" for number in range(5)} - {*first}
+    assert last == [first[0], spare, *first[2:]]
+    senders = recovery["senders"]
+    # The spare may have prefetched scalars that training does not change.
+    prefetched = sum(senders.values()) - recovery["bytes_from_peers"]
+    assert recovery["bytes_from_peers"] > 200_000 and 0 <= prefetched < 100
+    # Scalars, such as the step, are the same on all hosts; anybody may send those.
+    assert senders[first[3]] > 0.999 * recovery["bytes_from_peers"]
