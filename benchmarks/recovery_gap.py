@@ -94,7 +94,7 @@ def _p95(values: Sequence[float]) -> float:
 def main() -> None:
     """Runs all jobs and prints the table."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=20, help="kills of each mesh")
+    parser.add_argument("--kills", type=int, default=20, help="of each mesh and loss")
     parser.add_argument("--only", default="", help="names of meshes to run: a part")
     parser.add_argument(
         "--losses", nargs="+", choices=LOSSES, default=[*LOSSES], help="a part"
