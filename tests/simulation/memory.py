@@ -278,6 +278,8 @@ class SimHolder:
 class _Reserve:
     """Memory that a spare keeps ready."""
 
+    size = 1
+
     def close(self) -> None:
         """Frees it."""
 
@@ -397,6 +399,8 @@ class SimCopies(Copies):
         self.process, self.wire, self.rng = process, wire, wire.rng
         self.full: Callable[[], bool] = lambda: False
         """Whether there is no memory to be had."""
+        self.most = 0
+        """How many arenas there is memory for; 0: for any number."""
         self._paths = 0
 
     def _make(self, layout: Layout, slot: int, domains: tuple[str, ...]) -> Any:
@@ -411,10 +415,16 @@ class SimCopies(Copies):
         )
 
     def _need_memory(self) -> None:
-        if self.full():
+        used = len(self.holders()) + (self._reserve is not None)
+        if self.full() or 0 < self.most <= used:
             raise OSError("no memory: 100 bytes are needed, 0 are available")
 
-    def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Any:
+    def _needed_bytes(self, layout: Layout, domains: tuple[str, ...]) -> int:
+        del layout, domains
+        return _Reserve.size
+
+    def _prepare(self, nbytes: int) -> Any:
+        del nbytes
         self._need_memory()
         return _Reserve()
 
@@ -442,7 +452,10 @@ class SimCopies(Copies):
         epoch = order["generation"], order["attempt"]
         slot, domains = order["slot"], order["domains"]
         try:
-            found = self.hold(layout, slot, domains, keep=step, epoch=epoch)
+            may_free = order.get("may_free", False)
+            found = self.hold(
+                *(layout, slot, domains), keep=step, epoch=epoch, may_free=may_free
+            )
         except OSError as error:
             outcome.resolve({"fatal": str(error)})
             return

@@ -48,7 +48,9 @@ def run(
     # A quarter of the seeds is of trainers with accelerators; in half of these all
     # trainers restart.
     cpu_devices = 0 if seed % 4 == 3 else 16
-    sizes = {"cpu_devices": cpu_devices, "hot_swap": seed % 8 != 3, **sizes}
+    # Half of the hosts have memory for one arena only.
+    memory = {"arenas": seed // 8 % 2}
+    sizes = {"cpu_devices": cpu_devices, "hot_swap": seed % 8 != 3, **memory, **sizes}
     world = World(Settings(seed=seed, trace=trace, known=known, **sizes))
     world.print = show
     lies = any(fault.what == "lie" for fault in faults)

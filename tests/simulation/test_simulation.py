@@ -17,6 +17,7 @@ from dtft.elastic.store.view import View
 from tests.simulation.faults import OF_PAIRS, Fault
 from tests.simulation.found import FOUND
 from tests.simulation.runs import run, run_seed
+from tests.simulation.store import STORE
 from tests.simulation.world import Settings, World
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +106,65 @@ def test_a_killed_trainer_is_named_though_its_peers_are_heard_before() -> None:
     assert "failed at step" in told["forming"]["reason"]
     death = "trainer of slot 1 on h1 killed by signal 9"
     assert told["assignment"]["reason"] == death and not world.violations
+
+
+def training_world(**settings: Any) -> World:
+    """Three hosts train for 30 s; one is a spare in their world."""
+    world = World(Settings(seed=1, slots=3, spares=1, last_step=1000, **settings))
+    world.start_all()
+    world.run(30.0)
+    return world
+
+
+def spare_of(world: World) -> str:
+    (spare,) = [it.host for it in world.live if not it.agent._follower.has_slot]
+    return spare
+
+
+def last(world: World, kind: str) -> dict[str, Any]:
+    return [it for _, _, name, it in world.events if name == kind][-1]
+
+
+def test_a_host_that_lost_its_slot_ends_once_its_copies_are_not_needed() -> None:
+    world = training_world()
+    spare = spare_of(world)
+    victim = world.nodes["h1" if spare != "h1" else "h2"]
+    assert victim.trainers.trainer is not None
+    victim.trainers.trainer.end(-9)
+    world.run(world.now + 5.0, lambda: spare in last(world, "assignment")["slots"])
+    step = last(world, "commit")["step"]
+    assert victim.host not in last(world, "assignment")["slots"]
+    victim.agent.depart()
+    world.run(world.now + 5.0, lambda: not victim.alive)
+    assert last(world, "commit")["step"] == step + 1 and not world.violations
+    world.run(world.now + 5.0, lambda: last(world, "commit")["step"] > step + 3)
+    assert last(world, "commit")["step"] > step + 3 and not world.violations
+
+
+@pytest.mark.parametrize("sees_store", [True, False])
+@pytest.mark.parametrize("arenas", [0, 1])
+def test_a_host_that_was_stopped_is_ready_for_a_slot_again(
+    arenas: int, sees_store: bool
+) -> None:
+    """It learns from the store, or from its leader, that it has lost its slot."""
+    world = training_world(arenas=arenas)
+    leader, spare = world.store_leader(), spare_of(world)
+    back = next(it for it in world.live if it.host not in (leader, spare))
+    back.loop.pause()
+    world.run(world.now + 20.0)
+    assert spare in last(world, "assignment")["slots"]
+    if not sees_store:
+        world.wire.cut(back.host, STORE)
+        world.wire.cut(STORE, back.host)
+    back.loop.resume()
+    world.run(world.now + 20.0)
+    ended = next(it for it in world.live if it.host not in (leader, back.host))
+    assert ended.trainers.trainer is not None
+    ended.trainers.trainer.end(-9)
+    world.run(world.now + 3.0)
+    assert back.host in last(world, "assignment")["slots"]
+    assert "0 of 2 survivors restarted" in last(world, "recovery")["line"]
+    assert not world.violations
 
 
 @pytest.mark.parametrize("slots", [2, 3])

@@ -168,6 +168,7 @@ class Node:
         world, board = self.world, SimBoard()
         copies = self.copies = SimCopies(config, self, world.wire)
         copies.full = lambda: self.host in world.memory_full
+        copies.most = world.settings.arenas
         self.trainers.cannot_start = lambda: self.host in world.no_processes
         self.trainers.board = board.set
         self.trainers.corrupt = self._corrupt
@@ -260,6 +261,8 @@ class Settings:
     timeouts: Timeouts = TIMEOUTS
     hot_swap: bool = True
     cpu_devices: int = 16
+    arenas: int = 0
+    """How many arenas each host has memory for; 0: any number."""
     large: bool = False
     """Thousands of hosts: what only costs the simulation is left out."""
     known: tuple[str, ...] = ()

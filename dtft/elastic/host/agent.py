@@ -196,13 +196,14 @@ class Agent:
         """Makes `run` return once the job can do without this host.
 
         The job can do so once another host has taken this host's slot and a step is
-        committed. `run` returns soon if this host has no slot and does not lead, or if
-        no other host can take the slot. It returns after the config's
-        `timeouts.drain` seconds at the latest, and soon after a second call of this
-        method. Safe in a signal handler.
+        committed. `run` returns soon if this host has neither a slot nor copies of the
+        state and does not lead, or if no other host can take the slot. It returns after
+        the config's `timeouts.drain` seconds at the latest, and soon after a second
+        call of this method. Safe in a signal handler.
         """
         self._departs += 1
-        needed = self._follower.has_slot or self._leadership.leader is not None
+        has_state = self._follower.has_slot or self._follower.has_copies
+        needed = has_state or self._leadership.leader is not None
         if self._departs > 1 or not needed:
             self._loop.stop()
 

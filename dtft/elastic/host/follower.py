@@ -192,6 +192,11 @@ class Follower:
         """Whether this host has a slot."""
         return self._task is not None
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether this host has copies for its slot or for a former slot."""
+        return bool(self._copies.holders())
+
     def inbox(self) -> Inbox:
         """Returns the functions through which other threads read this host's state.
 
@@ -345,7 +350,7 @@ class Follower:
         """
         self._board.set("committing", step)
 
-    def expect(self, layout: str, domains: list[str], committed: bool) -> None:
+    def expect(self, layout: str, domains: list[str], committed: bool = False) -> None:
         """Reserves memory for a slot of the running job, in case a slot becomes free.
 
         Allocates on a thread. Then reports to the leader that this host is fit for a
@@ -494,17 +499,21 @@ class Follower:
         """Makes this spare host's trainer join a world, without a slot.
 
         A world is a set of connected JAX processes. Also ends the exporter that this
-        host has kept from its last slot. Ignores the order if this host has a slot, or
-        if the order is of an earlier round (attempt to form the job) than this host
-        knows.
+        host has kept from its last slot. If this host has a slot from an earlier round
+        (attempt to form the job) than that of the order, it has missed that it lost
+        this slot, and gives it up. Ignores the order if this host has a slot from this
+        round, or if the order is of an earlier round than this host knows.
 
         Args:
             ballot: (term, number) of the round.
             world: the world's `number`, `size` (number of processes) and `address` of
                 its coordination service, and the `index` of this host's process.
         """
-        if ballot < self._ballot or self._task is not None:
+        is_of_now = self._task is not None and ballot == self._ballot
+        if ballot < self._ballot or is_of_now:
             return
+        if self._task is not None:
+            self._stand_down()
         self._ballot = ballot
         self._board.set("recovering", 0)
         self._exports.close()
@@ -615,6 +624,7 @@ class Follower:
         """
         code = None
         task, self._task = self._task, None
+        self._copies.has_slot = False
         if task is not None:
             task.stop_pushers()
         if self._resharding is not None:
@@ -702,7 +712,7 @@ class Follower:
         if self._parts.prefetcher is not None:
             self._parts.prefetcher.stop()
         self._task = task = SlotTask(order=order)
-        self._copies.epoch = task.epoch
+        self._copies.epoch, self._copies.has_slot = task.epoch, True
         self._board.set("generation", order["generation"])
         self._board.set("attempt", order["attempt"])
         self._board.set("finished", order["step"])
@@ -720,13 +730,22 @@ class Follower:
         if order["source"] == "memory":
             self._loop.aside(
                 lambda: self._parts.restore(order),
-                lambda outcome: self._restored(task, _outcome(outcome)),
+                lambda outcome: self._has_restored(task, outcome),
             )
         else:
             self._restored(task, {"own": 0, "peers": 0, "s": 0.0})
 
+    def _has_restored(self, task: SlotTask, outcome: "Future[dict[str, Any]]") -> None:
+        """Handles the end of a restore; ignores the restore of a former slot.
+
+        Such a restore may have found its memory freed. The arguments are the slot for
+        which slices were restored, and the restore that has ended.
+        """
+        if task is self._task:
+            self._restored(task, _outcome(outcome))
+
     def _restored(self, task: SlotTask, outcome: dict[str, Any]) -> None:
-        """Reports a restore's outcome; ignores the restore of a former slot.
+        """Reports a restore's outcome.
 
         After success, also sends the trainer the state's location, or the user's
         process the step that it can restore.
@@ -736,8 +755,6 @@ class Follower:
             outcome: the restore's result: bytes and seconds, or the error; see
                 `restore_copies`.
         """
-        if task is not self._task:
-            return
         if "fatal" in outcome:
             self._unfit(outcome["fatal"])
         elif "error" in outcome:

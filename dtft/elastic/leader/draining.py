@@ -3,7 +3,8 @@
 A drained host gets no slot any more. If the host has a slot, the job is re-formed at
 the next commit: a spare takes the slot, or the job shrinks if it has no spare and may
 shrink. Other hosts can still fetch the drained host's copies. Its agent is told to end
-once a step is committed without the host. If the job lacks hosts before that, the
+once a step is committed without the host; so is the agent of a host that had lost its
+slot before. If the job lacks hosts before that, the
 drained host stays. If the drained host leads, another host becomes the leader.
 """
 
@@ -67,8 +68,8 @@ class Draining:
 
         * at once, with an error, if the job has no such host, does not train now, or
           cannot train without the host;
-        * at once, if the host is connected, has no slot and does not lead. Its agent is
-          told to end;
+        * at once, if the host is connected, has no slot, does not lead, and has no
+          copies that the job may need (`_may_end`). Its agent is told to end;
         * otherwise once a step is committed without the host; or, with an error, once
           the host has to stay or this host stops leading.
         """
@@ -88,7 +89,7 @@ class Draining:
             answer({"error": self._nobody_left_for(host)})
         else:
             self._begin(host).answers.append(answer)
-            if not self._is_needed(host):
+            if self._may_end(host):
                 self._end(host)
 
     def leaves(self, host: str) -> None:
@@ -96,10 +97,11 @@ class Draining:
 
         The host gets no slot any more.
 
-        * While the job trains, the agent is told to end at once if the host has no slot
-          and does not lead, or if the job cannot train without it. Otherwise the job
-          is re-formed at the next commit, and the agent is told to end once a step is
-          committed without its host.
+        * While the job trains, the agent is told to end at once if the job can do
+          without the host (`_may_end`), or if the job cannot train without it.
+          Otherwise the agent is told to end once a step is committed without its host.
+          If the host has a slot or leads, the job is re-formed for that at the next
+          commit.
         * While the leader decides which host gets which slot, the departure is added to
           the printed reasons for the new formation.
         """
@@ -109,9 +111,9 @@ class Draining:
         if not self._trains:
             if is_new and rendezvous.is_deciding and rendezvous.current is not None:
                 rendezvous.current.reasons.append(self._reason(host))
-        elif not self._is_needed(host):
+        elif self._may_end(host):
             self._end(host)
-        elif not self._can_train(rendezvous.available):
+        elif self._is_needed(host) and not self._can_train(rendezvous.available):
             self._refuse(host)
 
     def connected(self, record: HostRecord) -> None:
@@ -159,6 +161,14 @@ class Draining:
     def _is_needed(self, host: str) -> bool:
         """Whether a host has a slot or is this host, which leads."""
         return host in self._rendezvous.slot_of or host == self._config.host
+
+    def _may_end(self, host: str) -> bool:
+        """Whether the job can do without a host now.
+
+        False for a host that has a slot or leads, and for a host that has lost its slot
+        until a step is committed without it: other hosts may fetch its copies.
+        """
+        return not self._is_needed(host) and not self._rendezvous.is_source(host)
 
     def _can_train(self, hosts: int) -> bool:
         """Whether the job can train on `hosts` hosts, one for each slot.
@@ -288,7 +298,7 @@ class Draining:
                 text = f"{host} was started anew before it had left the job; ask again"
                 departure.reply = {"error": text}
                 self._answer(self._departures.pop(host))
-            elif not self._is_needed(host):
+            elif self._may_end(host):
                 self._end(host)
 
     def _end(self, host: str) -> None:

@@ -82,7 +82,12 @@ class FailureAccount:
         self._failures.append(failure)
 
     def trained(self) -> None:
-        """Records that every slot trains, and clears the counts of failed restores."""
+        """Records that every slot trains, and clears the counts of failed restores.
+
+        Also drops the losses of hosts: only a host that has sent its slices already can
+        have been lost without another attempt.
+        """
+        self._failures = [it for it in self._failures if it.kind != "lost"]
         if self._attempt is not None:
             old = self._attempt
             self._attempt = Attempt(

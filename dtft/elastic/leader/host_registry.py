@@ -365,8 +365,8 @@ class HostMonitor:
             text = f"{record.host} (slot {slot}) {how}"
             self._rendezvous.form(RoundReason(text, hosts=(record.host,)))
         elif self._rendezvous.phase not in ("idle", "waiting"):
-            self._rendezvous.expect({record.host})
             self._rendezvous.admit(record.host)
+            self._rendezvous.expect({record.host})
             self._say_spare(record.host)
         elif self._config.seats.begins_on_join:
             self._begin(record.host)
@@ -429,7 +429,9 @@ class HostMonitor:
         of the restoring host instead, whose process can then be declared lost. Also
         forms the job anew, for any host, while a new assignment of slots is being
         recorded. While the leader still decides which host gets which slot, the loss is
-        only added to the reasons. Does nothing for a host that is not registered.
+        only added to the reasons; it also counts as a failure of the last attempt if
+        the host had a slot in it or sent slices, as the consequences may be reported
+        before their cause. Does nothing for a host that is not registered.
 
         Args:
             host: the lost host.
@@ -441,7 +443,7 @@ class HostMonitor:
         rendezvous = self._rendezvous
         has_slot, is_sender = host in rendezvous.slot_of, rendezvous.is_sender(host)
         is_needed = has_slot or (is_sender and not rendezvous.world.server)
-        if has_slot or is_sender:
+        if has_slot or is_sender or rendezvous.has_failed(host):
             rendezvous.failures.add(Failure(kind="lost", host=host, error=how))
         reason = lost(host, rendezvous.assignment, rendezvous.previous)
         if rendezvous.is_deciding and rendezvous.current is not None:

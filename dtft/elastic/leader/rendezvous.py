@@ -34,6 +34,8 @@ from dtft.elastic.leader.rendezvous_plan import (
     main_reason,
     next_round,
     orders,
+    ready_hosts,
+    with_moves_undone,
 )
 from dtft.elastic.leader.sizes import JobSizes
 from dtft.elastic.leader.storage import StorageHealth, StorageWatch
@@ -45,7 +47,6 @@ from dtft.elastic.leader.world_plan import (
     recorded,
     sound,
     swapped,
-    why_over,
     why_restarted,
 )
 from dtft.elastic.reachability import Reachability, peers_to_try, set_aside
@@ -189,6 +190,8 @@ class Rendezvous:
         """Time of the last of these orders, in seconds on the monotonic clock."""
         self._has_committed = False
         """Whether a step was committed since slots were last assigned."""
+        self._senders: Collection[str] = ()
+        """The hosts from which slices were to be fetched in the last attempt."""
         self._resize: Resize | None = None
         """The formation of another size for which processes compile ahead, if any."""
         self._end: RetryDecision | None = None
@@ -504,6 +507,26 @@ class Rendezvous:
         round_.tried[host] = tuple(peers)
         return {peer: round_.ring[peer].address for peer in peers}
 
+    def has_failed(self, host: str) -> bool:
+        """Whether the loss of a host may have caused the failure of the last attempt.
+
+        True while the leader decides which host gets which slot, for the hosts that had
+        slots in the last attempt, and for those from which slices were to be fetched.
+        """
+        slots = self.previous.slots if self.previous is not None else ()
+        return self.is_deciding and (host in slots or host in self._senders)
+
+    def is_source(self, host: str) -> bool:
+        """Whether a host without a slot has copies that the job may still need.
+
+        True for the hosts that had slots at the newest commit, until a step is
+        committed without them.
+        """
+        commits = self._records.commits
+        if self._has_committed or self.assignment is None or not commits:
+            return False
+        return host in commits[0].holders and host not in self.slot_of
+
     def is_sender(self, host: str) -> bool:
         """Whether some host is restoring and fetches slices from this host."""
         round_ = self.current
@@ -563,16 +586,25 @@ class Rendezvous:
         if not self._may_go_on(round_):
             return
         answered = [it for it in self._registry.usable() if it.host in round_.replies]
-        aside = self._set_aside([it.host for it in answered])
-        answered = [it for it in answered if it.host not in aside]
-        commits = self._records.commits
+        commit = next(iter(self._records.commits), None)
+        fill, asked = self._seats.fill, self._seating(round_, answered)
+        seating, has_moved = with_moves_undone(asked, fill, commit)
+        slots = seating.previous.slots if seating.previous is not None else ()
+        if aside := self._set_aside([it.host for it in answered], slots):
+            answered = [it for it in answered if it.host not in aside]
+            asked = replace(asked, usable=answered)
+            seating, has_moved = with_moves_undone(asked, fill, commit)
+            slots = seating.previous.slots if seating.previous is not None else ()
+        may_move = bool(self._keep) and not has_moved
+        usable = {record.host for record in self._registry.usable()}
         filled = fill_with_ready(
-            self._seating(round_, answered),
-            self._seats.fill,
-            ready=self._ready(round_),
+            seating,
+            fill,
+            ready=ready_hosts(round_, self.world, slots, usable) if may_move else (),
             server=self.world.server,
-            step=commits[0].step if commits else -1,
+            step=commit.step if commit is not None else -1,
             start_s=self._start_s,
+            restore_s=self._config.timeouts.restore,
         )
         present = [record for record in filled if record is not None]
         if len(present) < len(filled):
@@ -581,34 +613,16 @@ class Rendezvous:
         else:
             self._assign(round_, present, aside)
 
-    def _ready(self, round_: Round) -> set[str]:
-        """Returns the hosts whose processes can train without a start.
-
-        These processes are in the world (the group of JAX processes) that trained last.
-        Returns set() if all trainers restart. Leaves out a host that has neither a
-        slot nor memory reserved for one, as allocation may take longer than a start.
-
-        Args:
-            round_: the current attempt to form the job, with the hosts' reports.
-        """
-        usable = {record.host for record in self._registry.usable()}
-        if not self._keep or why_over(self.world, usable):
-            return set()
-        slots = self.previous.slots if self.previous is not None else ()
-        members = sound(round_.members(self._keep), self.world.size, slots)
-        return {
-            host
-            for host in members.keys() & round_.joined
-            if host in slots or round_.replies[host].get("reserved")
-        }
-
-    def _set_aside(self, hosts: list[str]) -> list[str]:
+    def _set_aside(self, hosts: list[str], slots: Sequence[str]) -> list[str]:
         """Returns which of `hosts` get no slot, so that all others reach each other.
 
-        `hosts` are the hosts that could have a slot. Uses the pairs of hosts that did
-        not reach each other at their last try; without such a pair the result is [].
+        Uses the pairs of hosts that did not reach each other at their last try; without
+        such a pair the result is [].
+
+        Args:
+            hosts: the hosts that could have a slot.
+            slots: the host of each slot until now.
         """
-        slots = self.previous.slots if self.previous is not None else ()
         return set_aside(hosts, slots, self._reach.apart, self._config.host)
 
     def _awaits(self, round_: Round, registered: Mapping[str, HostRecord]) -> bool:
@@ -752,7 +766,8 @@ class Rendezvous:
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
-        return len(usable) - len(self._set_aside(usable))
+        slots = self.previous.slots if self.previous is not None else ()
+        return len(usable) - len(self._set_aside(usable, slots))
 
     def look_for_links(self) -> None:
         """Orders hosts that did not reach each other to try to connect again.
@@ -996,6 +1011,7 @@ class Rendezvous:
         assert round_.assignment is not None
         self._swaps += 1
         self._ordered_at, self._has_committed = self._loop.now(), False
+        self._senders = round_.decision.sent if round_.decision is not None else ()
         self.failures.begin(round_.assignment)
         self.enter("preparing", self._config.timeouts.start)
         try:

@@ -20,7 +20,7 @@ from dtft.elastic.leader.recovery import (
     decide,
     fetches_for,
 )
-from dtft.elastic.leader.world_plan import WorldPlan
+from dtft.elastic.leader.world_plan import WorldPlan, sound, why_over
 from dtft.elastic.seat_policy import Filled, Seating
 
 Ballot = tuple[int, int]
@@ -262,6 +262,97 @@ def next_round(
 FETCH_BYTES_PER_S = 1e9
 """Bytes per second at which a spare is assumed to fetch slices; a link of 10 Gbit/s
 carries as much."""
+FETCH_PART = 0.1
+"""Largest part of `timeouts.restore` that a spare is assumed to take for its fetches.
+So a link that is ten times slower than assumed still suffices."""
+
+
+def ready_hosts(
+    round_: Round, world: WorldPlan, slots: Collection[str], usable: Collection[str]
+) -> set[str]:
+    """Returns the hosts whose processes can train without a start.
+
+    These processes are in the world (the group of JAX processes) that trained last.
+    Returns set() if the world cannot form another mesh. Leaves out a host that has
+    neither a slot nor memory reserved for one, as allocation may take longer than a
+    start.
+
+    Args:
+        round_: the current attempt to form the job, with the hosts' reports.
+        world: the JAX processes that trained last.
+        slots: the hosts with a slot until now.
+        usable: the hosts that may have a slot.
+    """
+    if why_over(world, usable):
+        return set()
+    members = sound(round_.members(world.number), world.size, slots)
+    return {
+        host
+        for host in members.keys() & round_.joined
+        if host in slots or round_.replies[host].get("reserved")
+    }
+
+
+def with_moves_undone(
+    seating: Seating, fill: Callable[[Seating], Filled], commit: Commit | None
+) -> tuple[Seating, bool]:
+    """Gives slots back to the hosts that committed the newest step, if need be.
+
+    After a step was committed, a slot may have moved to another host, which had to
+    fetch the slot's slices. If no step was committed since, the host that had the slot
+    at the commit may still hold these slices. All such slots are given back if one of
+    the new hosts lacks slices (its fetch may have failed, and would fail again), or if
+    a former host would otherwise have to take another slot, which needs memory beside
+    its copies.
+
+    Args:
+        seating: the hosts, the last assignment of slots and the layout.
+        fill: chooses the host of each slot (`SeatPolicy.fill`).
+        commit: the newest commit; None if there is none.
+
+    Returns:
+        The seating, in which `previous` names the former hosts if their slots were
+        given back; and whether a slot has moved from a host that still holds its
+        slices, whether it was given back or not.
+    """
+    old, layout = seating.previous, seating.layout
+    if old is None or layout is None or commit is None:
+        return seating, False
+    if commit.layout != layout.digest or len(commit.holders) != len(old.slots):
+        return seating, False
+    usable = {record.host: record for record in seating.usable}
+    former = {
+        slot: usable[host]
+        for slot, host in enumerate(commit.holders)
+        if host != old.slots[slot]
+        and host in usable
+        and not _lacks(seating, host, slot, commit.step)
+    }
+    if not former:
+        return seating, False
+    is_whole = all(
+        old.slots[slot] in usable
+        and not _lacks(seating, old.slots[slot], slot, commit.step)
+        for slot in former
+    )
+    taken = {record.host for record in fill(seating) if record is not None}
+    if is_whole and not taken & {record.host for record in former.values()}:
+        return seating, True
+    slots, incarnations = list(old.slots), list(old.incarnations)
+    for slot, record in former.items():
+        if record.host in slots:  # it has taken another slot meanwhile
+            slots[slots.index(record.host)] = ""
+        slots[slot], incarnations[slot] = record.host, record.incarnation
+    given = replace(old, slots=tuple(slots), incarnations=tuple(incarnations))
+    return replace(seating, previous=given), True
+
+
+def _lacks(seating: Seating, host: str, slot: int, step: int) -> int:
+    """Returns the bytes of a slot's slices at `step` of which a host has no copy."""
+    assert seating.layout is not None
+    held = seating.replies[host]["holdings"].get(step, {})
+    slices = seating.layout.slices(slot)
+    return sum(piece.nbytes for piece in slices if piece.key not in held)
 
 
 def fill_with_ready(
@@ -272,6 +363,7 @@ def fill_with_ready(
     server: str,
     step: int,
     start_s: float,
+    restore_s: float,
 ) -> Filled:
     """Chooses the host of each slot; leaves out hosts whose trainers have to start.
 
@@ -283,7 +375,8 @@ def fill_with_ready(
     * They suffice: all trainers wait for one that starts.
     * No slice has copies in fewer failure domains than with the result of `fill`.
     * No slot's host lacks more bytes, beyond those that the host by `fill` lacks, than
-      1 GB/s (`FETCH_BYTES_PER_S`) moves in the time that the start of a trainer takes.
+      1 GB/s (`FETCH_BYTES_PER_S`) moves in the time that the start of a trainer takes,
+      and in a tenth (`FETCH_PART`) of the time after which a restore is given up.
     * The host that runs JAX's coordination service for all trainers keeps its slot, if
       it has one. Without a slot it could end without the job being formed anew.
 
@@ -295,6 +388,7 @@ def fill_with_ready(
         server: the host of the coordination service; "" if each process has its own.
         step: the newest committed step, whose slices are fetched.
         start_s: seconds that the start of a trainer takes.
+        restore_s: seconds after which a restore is given up (`timeouts.restore`).
     """
     filled, old, layout = fill(seating), seating.previous, seating.layout
     hosts = [record.host for record in filled if record is not None]
@@ -318,14 +412,14 @@ def fill_with_ready(
         return filled
     prefetched = seating.prefetched(len(hosts))
 
-    def lacks(host: str, slot: int) -> int:
-        held = seating.replies[host]["holdings"].get(step, {})
-        missing = sum(it.nbytes for it in layout.slices(slot) if it.key not in held)
-        return max(0, missing - prefetched.get(host, {}).get(slot, 0))
+    def fetches(host: str, slot: int) -> int:
+        ahead = prefetched.get(host, {}).get(slot, 0)
+        return max(0, _lacks(seating, host, slot, step) - ahead)
 
     pairs = enumerate(zip(heirs, hosts, strict=True))
-    more = [lacks(heir, at) - lacks(host, at) for at, (heir, host) in pairs]
-    return found if max(more) <= start_s * FETCH_BYTES_PER_S else filled
+    more = [fetches(heir, at) - fetches(host, at) for at, (heir, host) in pairs]
+    limit_s = min(start_s, FETCH_PART * restore_s)
+    return found if max(more) <= limit_s * FETCH_BYTES_PER_S else filled
 
 
 def assign(
@@ -383,6 +477,8 @@ def assign(
         near = decided(aside)
         same = (near.source, near.step) == (decision.source, decision.step)
         decision = near if same else decision
+    if found := doubled(decision, hosts):
+        decision = decided({*aside, *found})
     in_memory = decision.source == "memory"
     generation, attempt = next_epoch(previous, filled)
     assignment = SlotAssignment(
@@ -399,6 +495,31 @@ def assign(
         asked_slots=asked_slots,
     )
     return assignment, decision
+
+
+def doubled(decision: RecoveryDecision, slots: Sequence[str]) -> set[str]:
+    """Returns the hosts in other slots than at the commit whose copies others have too.
+
+    Such a host may free its copies if it lacks memory for its slot. Each slice of the
+    restored step that it holds is also held by a host that keeps its copies until a
+    step is committed: it has no slot, or the slot that it had at the commit. Returns
+    set() if the step is not restored from memory, or if the number of slots has
+    changed.
+
+    Args:
+        decision: the restored step, and the holders of its slices.
+        slots: the host of each slot from now on.
+    """
+    located = decision.located
+    if located is None or len(located.commit.holders) != len(slots):
+        return set()
+    seats = zip(slots, located.commit.holders, strict=True)
+    moved = {host for host, before in seats if host != before}
+    if not moved:
+        return set()
+    holders = [set(hosts) for hosts in located.holders.values()]
+    alone = [hosts for hosts in holders if hosts <= moved]
+    return set().union(*holders) & moved - set().union(*alone)
 
 
 def _rung(
@@ -432,6 +553,7 @@ def orders(
     layout = decision.layout
     digests = located.digests if located else {}
     items = [reply["items"].get(decision.step) for reply in round_.replies.values()]
+    relied = {host for it in located.holders.values() for host in it} if located else ()
     common = {
         "ballot": round_.ballot,
         "generation": assignment.generation,
@@ -460,6 +582,7 @@ def orders(
         told[host] = {
             **common,
             "slot": slot,
+            "may_free": host not in relied,
             "world": world.seat(host),
             **fetches,
             "digests": {key: digests[key] for key in keys if key in digests},

@@ -86,6 +86,7 @@ ORDER_FIELDS: Table = {
         "digests": _digests,
         "items": items,
         "slot": number,
+        "may_free": flag,
         "transfers": _transfers,
         "regions": _regions,
         "assignment": assignment,
@@ -133,6 +134,8 @@ ORDER_FIELDS: Table = {
 
 OPTIONAL_ORDER_FIELDS: Mapping[str, frozenset[str]] = {
     "reform": frozenset({"reason", "fatal", "read", "epoch", "step", "reach", "keep"}),
+    "prepare": frozenset({"may_free"}),
+    "expect": frozenset({"committed"}),
     "assemble": frozenset({"regions", "digests", "error"}),
 }
 """Maps the op (kind) of an order to the names of fields that may be left out."""

@@ -48,8 +48,11 @@ class Copies:
         self._reserve: Arena | None = None
         self._placed: dict[ReplicaStore, tuple[str, ...]] = {}
         self.epoch: tuple[int, int] = (0, 0)
-        """(generation, attempt) of the leader's newest order. A restore for an older
-        order may still run; `hold` raises OSError when this restore calls it."""
+        """(generation, attempt) of the leader's newest order that gave a slot to this
+        host. A restore for an older order may still run; `hold` raises OSError when
+        this restore calls it."""
+        self.has_slot = False
+        """Whether this host has this slot still. If not, a restore for it may run."""
         self._lock = threading.Lock()  # an abandoned restore may still call `hold`
 
     def hold(
@@ -59,6 +62,8 @@ class Copies:
         domains: Sequence[str] = (),
         keep: int | None = None,
         epoch: tuple[int, int] | None = None,
+        *,
+        may_free: bool = False,
     ) -> ReplicaStore:
         """Returns the holder for a layout, slot and domains; makes one if none exists.
 
@@ -73,18 +78,32 @@ class Copies:
                 closed. None: every other holder is closed.
             epoch: (generation, attempt) of the leader's command to this host that needs
                 the holder; by default the epoch of the newest command.
+            may_free: whether the holders that stay for `keep` are closed if there is
+                too little memory beside them, as other hosts have their copies too.
 
         Raises:
-            OSError: not enough memory for a new arena, or a newer command of the leader
-                has arrived.
+            OSError: not enough memory for a new arena, a newer command of the leader
+                has arrived, or the slot of the command was lost.
         """
         with self._lock:
-            if epoch is not None and epoch < self.epoch:
+            if epoch is not None and self.is_over(epoch):
                 raise OSError(f"the order of epoch {epoch} is not the newest")
-            return self._hold(layout, slot, tuple(domains), keep)
+            return self._hold(layout, slot, tuple(domains), keep, may_free)
+
+    def is_over(self, epoch: tuple[int, int]) -> bool:
+        """Whether this host does not have the slot of an order any more.
+
+        `epoch` is the order's (generation, attempt).
+        """
+        return epoch < self.epoch or not self.has_slot
 
     def _hold(
-        self, layout: Layout, slot: int, domains: tuple[str, ...], keep: int | None
+        self,
+        layout: Layout,
+        slot: int,
+        domains: tuple[str, ...],
+        keep: int | None,
+        may_free: bool,
     ) -> ReplicaStore:
         known = [it for it in (self.holder, *self.former) if it is not None]
         wanted = layout.digest, slot, domains
@@ -105,7 +124,15 @@ class Copies:
             if one not in former:
                 self._drop(one)
         if self.holder is None:
-            self.holder = self._make(layout, slot, domains)
+            try:
+                self.holder = self._make(layout, slot, domains)
+            except OSError:
+                if not may_free or not self.former:
+                    raise
+                self.former = ()
+                for one in former:
+                    self._drop(one)
+                self.holder = self._make(layout, slot, domains)
         self._placed[self.holder] = domains
         return self.holder
 
@@ -185,7 +212,7 @@ class Copies:
         if not self.holders():
             return  # and `expect`, which holds the lock, may still allocate
         with self._lock:
-            if epoch != self.epoch:
+            if epoch != self.epoch or self.has_slot:
                 return
             old, self.holder, self.former = self.holders(), None, ()
         for one in old:
@@ -197,20 +224,27 @@ class Copies:
         A spare host with this reserve can take a slot without waiting for memory. All
         slots need about the same amount. If a slot needs more than the reserve, memory
         is allocated when the host takes the slot. Does nothing if this host has a
-        holder or a reserve already.
+        holder, or a reserve that is as large already; a smaller one is replaced.
 
         Raises:
             OSError: not enough memory; names bytes needed and available.
         """
         with self._lock:
-            if self.holder is None and self._reserve is None:
-                self._reserve = self._prepare(layout, tuple(domains))
+            if self.holder is not None:
+                return
+            needed = self._needed_bytes(layout, tuple(domains))
+            if self._reserve is not None and self._reserve.size >= needed:
+                return
+            self._free_reserve()
+            self._reserve = self._prepare(needed)
 
-    def _prepare(self, layout: Layout, domains: tuple[str, ...]) -> Arena:
+    def _needed_bytes(self, layout: Layout, domains: tuple[str, ...]) -> int:
         placement = place_copies(layout, self._config.copies, domains or None)
-        needed = arena_bytes(layout, 0, placement)
+        return max(1, arena_bytes(layout, 0, placement))
+
+    def _prepare(self, nbytes: int) -> Arena:
         path = self._config.memory_directory / "reserve"
-        arena = Arena.create(path, max(needed, 1))
+        arena = Arena.create(path, nbytes)
         try:
             arena.prefault()
         except OSError:
@@ -324,6 +358,9 @@ class Copies:
         for one in (self.holder, *self.former):
             if one is not None:
                 one.close()
+        self._free_reserve()
+
+    def _free_reserve(self) -> None:
         if (reserve := self._take_reserve()) is not None:
             reserve.close()
             reserve.unlink()

@@ -140,14 +140,17 @@ def restore_copies(
 
     Returns:
         The result of `restore_into`: bytes, seconds and digests, or an `error`. If the
-        arena could not be allocated, or a newer order of the leader arrived before
-        that, only `fatal`: the reason in words.
+        arena could not be allocated, or the host lost this slot before that, only
+        `fatal`: the reason in words.
     """
     layout, step = Layout.from_json(order["layout"]), order["step"]
     try:
         epoch = order["generation"], order["attempt"]
         holder = copies.hold(
-            layout, order["slot"], order["domains"], keep=step, epoch=epoch
+            *(layout, order["slot"], order["domains"]),
+            keep=step,
+            epoch=epoch,
+            may_free=order.get("may_free", False),
         )
         return restore_into(
             holder,
@@ -158,7 +161,7 @@ def restore_copies(
             nixl,
             former=copies.former,
             prefetched=copies.prefetched,
-            given_up=lambda: epoch < copies.epoch,
+            given_up=lambda: copies.is_over(epoch),
         )
     except OSError as error:
         return {"fatal": str(error)}

@@ -1,5 +1,7 @@
 """Memory reserved ahead of time is used once there is a slot, and never left behind."""
 
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +59,54 @@ def test_a_slot_that_needs_more_gets_it(copies: Copies, tmp_path: Path) -> None:
     copies.expect(layout(10))
     holder = copies.hold(layout(5000), 1)
     assert holder.path.name == "arena" and files(tmp_path) == ["arena"]
+
+
+def test_a_reserve_that_is_too_small_is_replaced(
+    copies: Copies, tmp_path: Path
+) -> None:
+    copies.expect(layout(10))
+    copies.expect(layout(5000))
+    copies.expect(layout(10))
+    assert files(tmp_path) == ["reserve"]
+    assert copies.hold(layout(5000), 1).path.name == "reserve"
+
+
+def test_a_restore_of_a_slot_that_was_lost_takes_no_memory(
+    copies: Copies, tmp_path: Path
+) -> None:
+    copies.epoch, copies.has_slot = (2, 1), True
+    copies.hold(layout(5000), 1, epoch=(2, 1))
+    copies.has_slot = False
+    copies.free((2, 1))
+    with pytest.raises(OSError, match="not the newest"):
+        copies.hold(layout(5000), 1, epoch=(2, 1))
+    assert files(tmp_path) == [] and copies.is_over((2, 1))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory with room for one arena."""
+    if os.geteuid():
+        pytest.skip("mounting a file system needs root")
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=600k", "dtft-test", str(tmp_path)],
+        check=True,
+    )
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+def test_copies_that_others_have_are_freed_for_another_slot(
+    small: Path, copies: Copies
+) -> None:
+    state = layout(100_000)  # an arena has four buffers of it
+    former = copies.hold(state, 1)
+    stage(copies, 7, b"x" * 16)
+    with pytest.raises(OSError, match="needs .* bytes"):
+        copies.hold(state, 0, keep=7)
+    assert copies.former == (former,) and former.steps() == (7,)
+    holder = copies.hold(state, 0, keep=7, may_free=True)
+    assert copies.holders() == [holder] and files(small) == [holder.path.name]
 
 
 def test_copies_of_a_former_slot_become_memory_for_any_slot(

@@ -72,6 +72,7 @@ SOUND: dict[str, dict[str, Any]] = {
         "digests": DIGESTS | REMAPPED["digests"],
         "items": {"data": {"epoch": 1, "rate": 0.5}},
         "slot": 0,
+        "may_free": False,
         "transfers": TRANSFERS,
         "regions": REMAPPED["regions"],
         "assignment": ASSIGNMENT.to_json(),

@@ -14,15 +14,19 @@ from dtft.checkpoint.state.slices import Leaf
 from dtft.elastic.anti_affinity import known_domains
 from dtft.elastic.assignment import HostRecord, SizeLimits
 from dtft.elastic.leader.leader import CAUSE_S
+from dtft.elastic.leader.recovery import decide
 from dtft.elastic.leader.rendezvous import START_S
 from dtft.elastic.leader.rendezvous_plan import (
     FETCH_BYTES_PER_S,
+    FETCH_PART,
     Round,
+    doubled,
     fill_with_ready,
+    with_moves_undone,
 )
 from dtft.elastic.seat_policy import LAUNCHED, Seating
-from tests.support.commits import HOSTS, assignment, holdings_of, layout
-from tests.support.obedient_desk import ObedientDesk
+from tests.support.commits import HOSTS, assignment, commit_of, holdings_of, layout
+from tests.support.obedient_desk import ObedientDesk, record_number
 
 STATE = layout(1, 4)
 HELD = holdings_of(STATE, copies=2, step=7)
@@ -64,7 +68,11 @@ def seating(
 
 
 def seats(
-    given: Seating, ready: set[str], start_s: float = 1.0, server: str = ""
+    given: Seating,
+    ready: set[str],
+    start_s: float = 1.0,
+    server: str = "",
+    restore_s: float = 1e9,
 ) -> tuple[str, ...]:
     filled = fill_with_ready(
         *(given, LAUNCHED.fill),
@@ -72,6 +80,7 @@ def seats(
         server=server,
         step=7,
         start_s=start_s,
+        restore_s=restore_s,
     )
     return tuple(record.host if record else "" for record in filled)
 
@@ -110,6 +119,9 @@ def test_bytes_that_take_longer_than_a_start_stay_where_they_are() -> None:
     ready = {*LIVE} - {"h1"}
     assert seats(given, ready, 0.9 * seconds) == HOSTS
     assert seats(given, ready, 1.1 * seconds) == ("h0", "s1", "h2", "h3")
+    part = seconds / FETCH_PART
+    assert seats(given, ready, 9 * seconds, restore_s=0.9 * part) == HOSTS
+    assert seats(given, ready, 9 * seconds, restore_s=1.1 * part)[1] == "s1"
     half = {"holdings": {}, "prefetched": {1: rows * 2}}
     given = replace(given, replies={**replies, "s2": half})
     assert seats(given, ready, 0.6 * seconds) == ("h0", "s2", "h2", "h3")
@@ -151,6 +163,108 @@ def test_hosts_in_the_world_keep_their_slots(there: set[str], ready: set[str]) -
             assert found[slot] == host
     if len(ready & there) >= 4:
         assert set(kept) <= ready
+
+
+COMMIT = commit_of(STATE, 7)
+
+
+def moved(
+    *gone: str, whole: bool = False, slots: tuple[str, ...] = ("h0", "s1", "h2", "h3")
+) -> Seating:
+    """The slot of h1 went to s1 after step 7 was committed; then `gone` were lost."""
+    given = seating(tuple(host for host in LIVE if host not in gone))
+    held = {"s1": HELD["h1"]} if whole else {}
+    replies = {host: {"holdings": it} for host, it in held.items()}
+    previous = given.previous
+    assert previous is not None
+    return replace(
+        given,
+        replies={**given.replies, **replies},
+        previous=replace(previous, generation=2, slots=slots, incarnations=slots),
+    )
+
+
+def filled(given: Seating) -> tuple[str, ...]:
+    """The host of each slot after moves were undone, if need be."""
+    found, has_moved = with_moves_undone(given, LAUNCHED.fill, COMMIT)
+    assert has_moved
+    return tuple(it.host if it else "" for it in LAUNCHED.fill(found))
+
+
+def test_a_slot_goes_back_if_its_new_host_could_not_fetch() -> None:
+    assert filled(moved()) == HOSTS
+    assert filled(moved("s1")) == HOSTS
+    assert filled(moved("h3")) == ("h0", "h1", "h2", "s1")
+
+
+def test_a_new_host_that_has_every_slice_keeps_the_slot() -> None:
+    assert filled(moved(whole=True)) == ("h0", "s1", "h2", "h3")
+    assert filled(moved("h3", whole=True)) == ("h0", "s1", "h2", "s2")
+
+
+def test_a_former_host_that_is_needed_gets_its_own_slot() -> None:
+    """It has no memory for another one beside its copies."""
+    assert filled(moved("h3", "s2", whole=True)) == ("h0", "h1", "h2", "s1")
+    taken = moved("h3", slots=("h0", "s1", "h2", "h1"), whole=True)
+    assert filled(taken) == ("h0", "h1", "h2", "s1")
+
+
+def test_without_a_former_host_that_has_the_slices_nothing_is_undone() -> None:
+    fill = LAUNCHED.fill
+    for asked in (
+        moved("h1"),
+        replace(moved(), replies={host: {"holdings": {}} for host in LIVE}),
+        replace(moved(), layout=None),
+        replace(moved(), previous=None),
+        seating(),
+    ):
+        assert with_moves_undone(asked, fill, COMMIT) == (asked, False)
+    others = (
+        replace(COMMIT, layout="another"),
+        replace(COMMIT, holders=HOSTS[:3]),
+        replace(COMMIT, holders=("h0", "s1", "h2", "h3")),
+        None,
+    )
+    asked = moved()
+    for commit in others:
+        assert with_moves_undone(asked, fill, commit) == (asked, False)
+
+
+@given(gone=st.sets(st.sampled_from(LIVE), max_size=2), whole=st.booleans())
+def test_whoever_may_have_a_slot_fills_as_many_after_a_move_was_undone(
+    gone: set[str], whole: bool
+) -> None:
+    given = moved(*gone, whole=whole)
+    found, _ = with_moves_undone(given, LAUNCHED.fill, COMMIT)
+    hosts = [it.host for it in LAUNCHED.fill(found) if it]
+    assert len(set(hosts)) == len(hosts) == 4 and not gone & set(hosts)
+    if "h1" in hosts:
+        assert hosts[1] == "h1"
+
+
+def copies_elsewhere(held: dict[str, Any], slots: tuple[str, ...]) -> set[str]:
+    """The hosts that may free what they hold in the restore of step 7."""
+    decision = decide(
+        commits=[COMMIT], layout=STATE, holdings=held, slots=slots, storage_steps=()
+    )
+    assert decision.source == "memory"
+    return doubled(decision, slots)
+
+
+def test_a_host_in_another_slot_may_free_copies_that_others_keep() -> None:
+    held = {**HELD, "s1": HELD["h1"]}
+    assert copies_elsewhere(held, ("h0", "h1", "h2", "s1")) == {"s1"}
+    assert copies_elsewhere(held, ("h0", "s1", "h2", "h3")) == {"s1"}  # h1 keeps them
+    assert copies_elsewhere(held, HOSTS) == set()
+    assert copies_elsewhere(HELD, ("h0", "h1", "h2", "s1")) == set()  # it has none
+
+
+def test_of_two_hosts_that_have_a_slice_alone_none_may_free_it() -> None:
+    one = holdings_of(STATE, copies=1, step=7)
+    held = {**one, "s1": one["h1"]}
+    assert copies_elsewhere(held, ("h0", "s1", "h2", "h1")) == set()
+    alone = {host: it for host, it in held.items() if host != "h1"}
+    assert copies_elsewhere(alone, ("h0", "s2", "h2", "s1")) == set()
 
 
 class Joined(ObedientDesk):
@@ -280,6 +394,75 @@ def test_a_sender_that_is_lost_in_a_restore_is_the_cause_of_its_failure(
     desk.until(lambda: desk.phase == "pausing")
     budget = desk.leader._rendezvous.failures._budget
     assert budget.fruitless == 2 and not budget.restores
+
+
+def test_a_sender_that_is_lost_after_the_restore_broke_is_its_cause(
+    desk: Joined,
+) -> None:
+    """The report of the broken fetch may come before the loss is noticed."""
+    desk.silent = {"h2"}  # it still restores
+    with pytest.raises(AssertionError, match="not so"):
+        desk.end_trainer("h1")
+    rendezvous = desk.leader._rendezvous
+    assert rendezvous.current is not None
+    told = {"op": "prepare_failed", "error": "h1 has gone", "corrupt": []}
+    old = rendezvous.current
+    desk.leader.handle_report("h2", told | {"ballot": old.ballot})
+    assert desk.phase == "gathering" and rendezvous.current is not old
+    desk.lose("h1")  # before anybody has reported its copies
+    desk.until(lambda: desk.phase == "pausing")
+    budget = rendezvous.failures._budget
+    assert budget.fruitless == 2 and not budget.restores
+
+
+def test_a_slot_goes_back_after_its_new_host_could_not_restore(desk: Joined) -> None:
+    """The second failure would quarantine the commit, which h1 holds."""
+    desk.silent = {"h2"}
+    with pytest.raises(AssertionError, match="not so"):
+        desk.end_trainer("h1")
+    current = desk.leader._rendezvous.current
+    assert current is not None
+    desk.members.discard("h2")  # it has no copy
+    told = {"op": "prepare_failed", "error": "the link is slow", "corrupt": []}
+    desk.report("h2", told | {"ballot": current.ballot})
+    desk.until(lambda: desk.phase == "running", 3.0)
+    assert desk.assignment is not None
+    assert desk.assignment.slots == ("h0", "h1") and desk.assignment.step == 8
+    assert not desk.leader._rendezvous.failures.quarantined
+
+
+def test_a_lost_sender_is_not_blamed_for_a_later_failure(desk: Joined) -> None:
+    """The restore had what it needed; the next failure has a cause of its own."""
+    lost_in_a_restore(desk)
+    failures = desk.leader._rendezvous.failures
+    assert [it.kind for it in failures._failures] == ["lost"]
+    failures.trained()
+    assert not failures._failures
+
+
+def test_a_host_that_lost_its_slot_is_needed_until_the_next_commit(
+    desk: Joined,
+) -> None:
+    """With one copy of each slice, its copies are the only ones."""
+    desk.end_trainer("h1")
+    answers: list[dict[str, Any]] = []
+    desk.leader.draining_wanted("h1", answers.append)
+    assert not answers and not desk.take("drained")
+    desk.commit(9)
+    assert answers == [{"host": "h1", "slot": -1}]
+    assert [host for host, _ in desk.take("drained")] == ["h1"]
+
+
+def test_such_a_host_whose_agent_is_to_end_stays_until_the_next_commit(
+    desk: Joined,
+) -> None:
+    desk.end_trainer("h1")
+    desk.register(replace(record_number(1), leaving=True))
+    desk.leader.connected(replace(record_number(1), leaving=True))
+    desk.turn(1.0)
+    assert not desk.take("drained")
+    desk.commit(9)
+    assert [host for host, _ in desk.take("drained")] == ["h1"]
 
 
 def test_nobody_waits_for_a_sender_that_is_lost(alone: Joined) -> None:
