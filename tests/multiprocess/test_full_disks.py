@@ -3,6 +3,8 @@
 import errno
 import os
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,6 +54,33 @@ def test_storage_takes_nothing_new_and_is_as_before_at_the_end(
     assert [path.name for path in storage.iterdir()] == ["old"]
     (storage / "new").write_bytes(bytes(1 << 20))
     assert not os.path.ismount(storage)
+
+
+def test_storage_becomes_read_only_once_no_file_in_it_is_open(storage: Path) -> None:
+    """Exporters write while the fault begins."""
+    began, over = threading.Event(), threading.Event()
+
+    def write() -> None:
+        while not over.is_set():
+            try:
+                with open(storage / "written", "w"):
+                    began.set()
+                    time.sleep(0.2)
+            except OSError as error:
+                assert error.errno == errno.EROFS
+                return
+            time.sleep(0.1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert began.wait(5)
+    try:
+        end = storage_read_only(storage)
+        assert error_of(lambda: (storage / "new").write_text("")) == errno.EROFS
+        end()
+    finally:
+        over.set()
+        writer.join()
 
 
 def test_a_fault_that_cannot_begin_leaves_no_mount(

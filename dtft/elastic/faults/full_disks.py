@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ LARGEST_MEMORY = 1 << 30
 _ROOM = "64k"
 """Size of the tmpfs that `storage_full` mounts and fills."""
 _COMMAND_S = 20.0
+_AGAIN_S = 0.02
+"""Seconds between two tries to make a directory read-only."""
 
 
 def check_mounts() -> None:
@@ -60,8 +63,15 @@ def storage_read_only(directory: Path) -> Callable[[], None]:
     with contextlib.ExitStack() as undone:  # also if the second mount fails
         _run("mount", "--bind", directory, directory)
         undone.callback(_unmount, directory)
-        _run("mount", "-o", "remount,bind,ro", directory)
-        return undone.pop_all().close
+        end = time.monotonic() + _COMMAND_S
+        while True:
+            try:
+                _run("mount", "-o", "remount,bind,ro", directory)
+                return undone.pop_all().close
+            except RuntimeError as error:  # a file in it is open for writing
+                if "busy" not in str(error) or time.monotonic() > end:
+                    raise
+            time.sleep(_AGAIN_S)
 
 
 def memory_full(directory: Path) -> Callable[[], None]:

@@ -51,6 +51,8 @@ NEAR_STEPS = 20
 """The moment of a fault is near from this number of steps before the fault's step."""
 STORE_AWAY_S = 5.0
 FIRST_EXPORT_S = 50.0  # below `timeouts.stage`, the limit between two snapshots
+LEADER_S = 30.0
+"""Seconds for which a fault that hits hosts by their role waits for a leader."""
 REQUEST_S = 240.0
 """Limit in seconds of the wait for the reply to a `scale` or to a `drain` of a host."""
 HEALED_S = 5.0
@@ -71,6 +73,10 @@ _PHASE_FIELD: dict[str, ProgressField] = {
     "export": "exporting",
     "recovery": "recovering",
 }
+
+
+class NoLeader(RuntimeError):
+    """No host has the leader key: the job is electing a leader, or has none left."""
 
 
 @dataclass(kw_only=True)
@@ -157,6 +163,8 @@ class FaultInjector(threading.Thread):
         self._restarts_due, self._count_lock = 0, threading.Lock()
         self._events = EventReader(cluster.options.run_directory)
         self._read_at = self._log_read_at = self._raised_at = 0.0
+        self._leaderless_since: float | None = None
+        """Time since which a fault waits for a leader; None if none waits."""
 
     def run(self) -> None:
         """Carries out every fault in order; undoes a fault when its duration is over.
@@ -333,6 +341,24 @@ class FaultInjector(threading.Thread):
         cells = (self._cell(host, "trainer_pid") for host in hosts)
         return [pid for pid in cells if pid]
 
+    def _victims_now(self, fault: Fault) -> tuple[str, ...] | None:
+        """Returns the hosts that a fault hits; None while this needs a leader.
+
+        Raises:
+            NoLeader: no host has led for 30 s (`LEADER_S`).
+        """
+        try:
+            victims = self._victims(fault)
+        except NoLeader:
+            now = time.monotonic()
+            if self._leaderless_since is None:
+                self._leaderless_since = now
+            if now > self._leaderless_since + LEADER_S:
+                raise
+            return None
+        self._leaderless_since = None
+        return victims
+
     def _victims(self, fault: Fault) -> tuple[str, ...]:
         if fault.kind == "kill-spare":
             return self._spares()[:1]
@@ -359,7 +385,7 @@ class FaultInjector(threading.Thread):
         or a commit.
 
         Raises:
-            RuntimeError: no host has the leader key.
+            NoLeader: no host has the leader key.
             StoreUnavailable: the store does not answer, and no host has logged an
                 assignment or a commit.
         """
@@ -375,7 +401,7 @@ class FaultInjector(threading.Thread):
         finally:
             store.close()
         if pair is None:
-            raise RuntimeError("no host has the leader key")
+            raise NoLeader("no host has the leader key")
         return pair.value.decode()
 
     def _reached(self, fault: Fault, corrupting: Sequence[Fault] = ()) -> bool:
@@ -457,7 +483,9 @@ class FaultInjector(threading.Thread):
         if fault.kind == "scale":
             self._request(fault, lambda it: scale(it, fault.replicas, REQUEST_S))
             return True
-        victims = self._victims(fault)
+        victims = self._victims_now(fault)
+        if victims is None:
+            return False
         if any(host not in self._cluster.agents for host in victims):
             return False
         if fault.kind == "drain":

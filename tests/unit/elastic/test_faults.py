@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 from dtft.checkpoint.managers import ProgressBoard
 from dtft.drills.compare import samples_exactly_once, surviving_segments
 from dtft.elastic.faults import injector as injector_module
-from dtft.elastic.faults.injector import FaultInjector, InjectedFault
+from dtft.elastic.faults.injector import (
+    LEADER_S,
+    FaultInjector,
+    InjectedFault,
+    NoLeader,
+)
 from dtft.elastic.faults.interruptions import Interruption
 from dtft.elastic.faults.schedule import (
     KINDS,
@@ -266,7 +271,7 @@ def of_one_host(folder: Path, text: str, **cluster: Any) -> tuple[FaultInjector,
     made = SimpleNamespace(
         agents={"a": None},
         memory_directory=lambda host: folder,
-        options=SimpleNamespace(run_directory=folder),
+        options=SimpleNamespace(run_directory=folder, job="j"),
         **(parts | cluster),
     )
     fault = parse_fault(text, 1)
@@ -286,6 +291,23 @@ def test_a_fault_waits_for_the_slots_of_its_corruptions(tmp_path: Path) -> None:
     time.sleep(0.03)  # the log is read every 20 ms
     injector._look()
     assert injector._reached(fault, corrupting)
+
+
+def test_a_fault_of_the_leader_waits_until_one_leads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has just lost its data, and hosts elect a leader."""
+    key = [None, None, SimpleNamespace(value=b"a")]
+    store = SimpleNamespace(get=lambda name: key.pop(0), close=lambda: None)
+    monkeypatch.setattr(injector_module, "EtcdStore", lambda address: store)
+    injector, fault = of_one_host(tmp_path, "kill-leader@0", store_address="here:1")
+    assert injector._victims_now(fault) is injector._victims_now(fault) is None
+    assert injector._victims_now(fault) == ("a",)
+    key += [None, None]
+    assert not injector._try(fault, []) and injector._leaderless_since is not None
+    injector._leaderless_since -= LEADER_S
+    with pytest.raises(NoLeader, match="no host has the leader key"):
+        injector._try(fault, [])
 
 
 def test_a_fault_that_fails_leaves_no_host_stopped(
