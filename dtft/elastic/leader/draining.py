@@ -4,8 +4,8 @@ A drained host gets no slot any more. If the host has a slot, the job is re-form
 the next commit: a spare takes the slot, or the job shrinks if it has no spare and may
 shrink. Other hosts can still fetch the drained host's copies. Its agent is told to end
 once a step is committed without the host; so is the agent of a host that had lost its
-slot before. If the job lacks hosts before that, the
-drained host stays. If the drained host leads, another host becomes the leader.
+slot before. If the job lacks hosts before that, the drained host stays. If the drained
+host leads, another host becomes the leader.
 """
 
 from collections.abc import Callable
@@ -104,6 +104,8 @@ class Draining:
           commit.
         * While the leader decides which host gets which slot, the departure is added to
           the printed reasons for the new formation.
+        * While the job waits for hosts, the agent is told to end at once, unless the
+          host leads.
         """
         rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
         if is_new:
@@ -111,6 +113,8 @@ class Draining:
         if not self._trains:
             if is_new and rendezvous.is_deciding and rendezvous.current is not None:
                 rendezvous.current.reasons.append(self._reason(host))
+            if rendezvous.phase == "waiting" and not self._is_needed(host):
+                self._end(host)
         elif self._may_end(host):
             self._end(host)
         elif self._is_needed(host) and not self._can_train(rendezvous.available):

@@ -321,6 +321,17 @@ def test_a_host_that_wants_to_leave_is_not_kept_for_a_job_that_waits(
     assert desk.phase == "waiting"
 
 
+def test_a_host_that_wants_to_leave_a_job_that_waits_ends_at_once(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=3)
+    desk.report("h2", {"op": "unfit", "ballot": (0, 0), "why": "no memory"})
+    desk.lose("h1")
+    desk.until(lambda: desk.phase == "waiting")
+    host = leaving(desk, 2)
+    assert [it for it, _ in desk.take("drained")] == [host]
+
+
 def test_a_host_that_wants_to_leave_gets_no_slot_in_the_formation_that_is_decided(
     desk_of: Make,
 ) -> None:
