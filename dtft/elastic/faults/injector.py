@@ -457,8 +457,11 @@ class FaultInjector(threading.Thread):
         while not self._cancelled.is_set():
             self._look()
             self._watch()
-            if self._reached(fault, corrupting) and self._try(fault, corrupting):
+            is_reached = self._reached(fault, corrupting)
+            if is_reached and self._try(fault, corrupting):
                 return
+            if not is_reached:
+                self._leaderless_since = None
             time.sleep(POLL_S if self._is_near(fault) else FAR_POLL_S)
 
     def _try(self, fault: Fault, corrupting: Sequence[Fault]) -> bool:
@@ -545,6 +548,8 @@ class FaultInjector(threading.Thread):
             resumed.callback(self._resume, victims)
             begun = begin(fault, victims, self._cluster, self._network, pids)
             resumed.pop_all()
+        if fault.kind in OF_DIRECTORIES:
+            strike.at = time.time()  # it may have waited for files that were open
         if fault.phase in _PHASE_FIELD and not self._reached(fault):
             begun.end()
             return False

@@ -190,8 +190,12 @@ class Rendezvous:
         """Time of the last of these orders, in seconds on the monotonic clock."""
         self._has_committed = False
         """Whether a step was committed since slots were last assigned."""
+        self._attempted = False
+        """Whether hosts were ordered to train, and the failures since were not judged
+        yet."""
         self._senders: Collection[str] = ()
-        """The hosts from which slices were to be fetched in the last attempt."""
+        """The hosts from which slices were to be fetched in the last attempt; () once
+        every slot has trained."""
         self._resize: Resize | None = None
         """The formation of another size for which processes compile ahead, if any."""
         self._end: RetryDecision | None = None
@@ -282,7 +286,7 @@ class Rendezvous:
 
         Also orders processes to compile ahead for a possible recovery (`rehearse`).
         """
-        self._swaps = 0
+        self._swaps, self._senders = 0, ()
         self.failures.trained()
         self.rehearse()
 
@@ -510,11 +514,12 @@ class Rendezvous:
     def has_failed(self, host: str) -> bool:
         """Whether the loss of a host may have caused the failure of the last attempt.
 
-        True while the leader decides which host gets which slot, for the hosts that had
-        slots in the last attempt, and for those from which slices were to be fetched.
+        True until the leader judges the failures of this attempt, for the hosts that
+        had slots in it, and for those from which slices were to be fetched.
         """
         slots = self.previous.slots if self.previous is not None else ()
-        return self.is_deciding and (host in slots or host in self._senders)
+        is_open = self.is_deciding and self._attempted
+        return is_open and (host in slots or host in self._senders)
 
     def is_source(self, host: str) -> bool:
         """Whether a host without a slot has copies that the job may still need.
@@ -523,7 +528,8 @@ class Rendezvous:
         committed without them.
         """
         commits = self._records.commits
-        if self._has_committed or self.assignment is None or not commits:
+        is_over = self.assignment is not None and self._has_committed
+        if is_over or not commits:
             return False
         return host in commits[0].holders and host not in self.slot_of
 
@@ -588,12 +594,14 @@ class Rendezvous:
         answered = [it for it in self._registry.usable() if it.host in round_.replies]
         commit = next(iter(self._records.commits), None)
         fill, asked = self._seats.fill, self._seating(round_, answered)
-        seating, has_moved = with_moves_undone(asked, fill, commit)
+        seating, has_moved = with_moves_undone(asked, fill, commit, self.world.server)
         slots = seating.previous.slots if seating.previous is not None else ()
         if aside := self._set_aside([it.host for it in answered], slots):
             answered = [it for it in answered if it.host not in aside]
             asked = replace(asked, usable=answered)
-            seating, has_moved = with_moves_undone(asked, fill, commit)
+            seating, has_moved = with_moves_undone(
+                asked, fill, commit, self.world.server
+            )
             slots = seating.previous.slots if seating.previous is not None else ()
         may_move = bool(self._keep) and not has_moved
         usable = {record.host for record in self._registry.usable()}
@@ -666,6 +674,7 @@ class Rendezvous:
         self._reach.is_suspected |= self.failures.may_be_a_cut
         new = self._reach.learn(*round_.answers, self._loop.now())
         decision = self._end or self.failures.judge(self.previous)
+        self._attempted = False
         slots = self.previous.slots if self.previous is not None else ()
         is_cut = any(a in slots and b in slots for a, b in new)
         if decision.action == "end" and (self._end is not None or not is_cut):
@@ -1011,6 +1020,7 @@ class Rendezvous:
         assert round_.assignment is not None
         self._swaps += 1
         self._ordered_at, self._has_committed = self._loop.now(), False
+        self._attempted = True
         self._senders = round_.decision.sent if round_.decision is not None else ()
         self.failures.begin(round_.assignment)
         self.enter("preparing", self._config.timeouts.start)

@@ -294,26 +294,30 @@ def ready_hosts(
 
 
 def with_moves_undone(
-    seating: Seating, fill: Callable[[Seating], Filled], commit: Commit | None
+    seating: Seating,
+    fill: Callable[[Seating], Filled],
+    commit: Commit | None,
+    server: str,
 ) -> tuple[Seating, bool]:
     """Gives slots back to the hosts that committed the newest step, if need be.
 
     After a step was committed, a slot may have moved to another host, which had to
     fetch the slot's slices. If no step was committed since, the host that had the slot
-    at the commit may still hold these slices. All such slots are given back if one of
+    at the commit may still hold slices of it. All such slots are given back if one of
     the new hosts lacks slices (its fetch may have failed, and would fail again), or if
-    a former host would otherwise have to take another slot, which needs memory beside
-    its copies.
+    there are too few other hosts for all slots: a former host needs memory beside its
+    copies for any other slot. Otherwise the former hosts get no slot.
 
     Args:
         seating: the hosts, the last assignment of slots and the layout.
         fill: chooses the host of each slot (`SeatPolicy.fill`).
         commit: the newest commit; None if there is none.
+        server: the host that runs JAX's coordination service for all trainers, which
+            keeps its slot; "" if each process has its own.
 
     Returns:
-        The seating, in which `previous` names the former hosts if their slots were
-        given back; and whether a slot has moved from a host that still holds its
-        slices, whether it was given back or not.
+        The seating, in which either `previous` names the former hosts, or `usable`
+        leaves them out; and whether there are former hosts.
     """
     old, layout = seating.previous, seating.layout
     if old is None or layout is None or commit is None:
@@ -324,20 +328,22 @@ def with_moves_undone(
     former = {
         slot: usable[host]
         for slot, host in enumerate(commit.holders)
-        if host != old.slots[slot]
-        and host in usable
-        and not _lacks(seating, host, slot, commit.step)
+        if host in usable
+        and old.slots[slot] not in (host, server)
+        and _holds_some(seating, host, slot, commit.step)
     }
     if not former:
         return seating, False
+    names = {record.host for record in former.values()}
+    rest = [record for record in seating.usable if record.host not in names]
+    others = replace(seating, usable=rest)
     is_whole = all(
         old.slots[slot] in usable
         and not _lacks(seating, old.slots[slot], slot, commit.step)
         for slot in former
     )
-    taken = {record.host for record in fill(seating) if record is not None}
-    if is_whole and not taken & {record.host for record in former.values()}:
-        return seating, True
+    if is_whole and len(found := fill(others)) == len(old.slots) and all(found):
+        return others, True
     slots, incarnations = list(old.slots), list(old.incarnations)
     for slot, record in former.items():
         if record.host in slots:  # it has taken another slot meanwhile
@@ -345,6 +351,13 @@ def with_moves_undone(
         slots[slot], incarnations[slot] = record.host, record.incarnation
     given = replace(old, slots=tuple(slots), incarnations=tuple(incarnations))
     return replace(seating, previous=given), True
+
+
+def _holds_some(seating: Seating, host: str, slot: int, step: int) -> bool:
+    """Whether a host has a copy of some slice of a slot at `step`."""
+    assert seating.layout is not None
+    held = seating.replies[host]["holdings"].get(step, {})
+    return any(piece.key in held for piece in seating.layout.slices(slot))
 
 
 def _lacks(seating: Seating, host: str, slot: int, step: int) -> int:
@@ -472,13 +485,17 @@ def assign(
             domains=domains.names,
         )
 
+    def sparing(decision: RecoveryDecision, spared: Collection[str]):
+        """Restores the same step without the copies of some hosts, if that suffices."""
+        other = decided(spared) if spared else decision
+        is_same = (other.source, other.step) == (decision.source, decision.step)
+        return (other, spared) if is_same else (decision, ())
+
     decision = decided(())
-    if aside and decision.source == "memory":
-        near = decided(aside)
-        same = (near.source, near.step) == (decision.source, decision.step)
-        decision = near if same else decision
-    if found := doubled(decision, hosts):
-        decision = decided({*aside, *found})
+    if decision.source == "memory":
+        decision, spared = sparing(decision, aside)
+        found = doubled(decision, hosts, round_.replies)
+        decision, _ = sparing(decision, {*spared, *found})
     in_memory = decision.source == "memory"
     generation, attempt = next_epoch(previous, filled)
     assignment = SlotAssignment(
@@ -497,24 +514,35 @@ def assign(
     return assignment, decision
 
 
-def doubled(decision: RecoveryDecision, slots: Sequence[str]) -> set[str]:
-    """Returns the hosts in other slots than at the commit whose copies others have too.
+def doubled(
+    decision: RecoveryDecision,
+    slots: Sequence[str],
+    replies: Mapping[str, Mapping[str, Any]],
+) -> set[str]:
+    """Returns the hosts in new slots whose copies other hosts have too.
 
     Such a host may free its copies if it lacks memory for its slot. Each slice of the
     restored step that it holds is also held by a host that keeps its copies until a
-    step is committed: it has no slot, or the slot that it had at the commit. Returns
-    set() if the step is not restored from memory, or if the number of slots has
-    changed.
+    step is committed: it has no slot, the slot that it had at the commit, or a slot all
+    of whose slices it holds. Returns set() if the step is not restored from memory, or
+    if the number of slots has changed.
 
     Args:
         decision: the restored step, and the holders of its slices.
         slots: the host of each slot from now on.
+        replies: host to its report of the copies that it holds (`holdings`).
     """
     located = decision.located
     if located is None or len(located.commit.holders) != len(slots):
         return set()
-    seats = zip(slots, located.commit.holders, strict=True)
-    moved = {host for host, before in seats if host != before}
+    step, seats = decision.step, zip(slots, located.commit.holders, strict=True)
+    moved = {
+        host
+        for slot, (host, before) in enumerate(seats)
+        if host != before
+        and replies[host]["holdings"].get(step)
+        and slot not in replies[host].get("complete", {}).get(step, ())
+    }
     if not moved:
         return set()
     holders = [set(hosts) for hosts in located.holders.values()]

@@ -11,6 +11,7 @@ step, because they may hold the only copies of the last commit.
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from dtft.elastic.transfer.prefetch import PrefetchedSlices
 from dtft.elastic.transfer.replication import Pusher
 
 logger = logging.getLogger(__name__)
+
+FREED_S = 10.0
+"""Seconds until the memory of copies that were freed for a slot must be available."""
 
 
 class Copies:
@@ -88,7 +92,7 @@ class Copies:
         with self._lock:
             if epoch is not None and self.is_over(epoch):
                 raise OSError(f"the order of epoch {epoch} is not the newest")
-            return self._hold(layout, slot, tuple(domains), keep, may_free)
+            return self._hold(layout, slot, tuple(domains), keep, epoch, may_free)
 
     def is_over(self, epoch: tuple[int, int]) -> bool:
         """Whether this host does not have the slot of an order any more.
@@ -103,6 +107,7 @@ class Copies:
         slot: int,
         domains: tuple[str, ...],
         keep: int | None,
+        epoch: tuple[int, int] | None,
         may_free: bool,
     ) -> ReplicaStore:
         known = [it for it in (self.holder, *self.former) if it is not None]
@@ -127,14 +132,40 @@ class Copies:
             try:
                 self.holder = self._make(layout, slot, domains)
             except OSError:
-                if not may_free or not self.former:
+                is_over = epoch is not None and self.is_over(epoch)
+                if not may_free or not former or is_over:
                     raise
                 self.former = ()
                 for one in former:
                     self._drop(one)
-                self.holder = self._make(layout, slot, domains)
+                self.holder = self._make_later(layout, slot, domains, epoch)
         self._placed[self.holder] = domains
         return self.holder
+
+    def _make_later(
+        self,
+        layout: Layout,
+        slot: int,
+        domains: tuple[str, ...],
+        epoch: tuple[int, int] | None,
+    ) -> ReplicaStore:
+        """Makes a holder once the memory of freed holders can be had.
+
+        A process that ends, or a fetch that a peer has begun, may still map them. Tries
+        for 10 s (`FREED_S`), but not after the slot of `epoch` was lost.
+
+        Raises:
+            OSError: not enough memory until then.
+        """
+        end = time.monotonic() + FREED_S
+        while True:
+            try:
+                return self._make(layout, slot, domains)
+            except OSError:
+                is_over = epoch is not None and self.is_over(epoch)
+                if is_over or time.monotonic() > end:
+                    raise
+            time.sleep(FREED_S / 100)
 
     def _drop(self, holder: ReplicaStore) -> None:
         self._placed.pop(holder, None)

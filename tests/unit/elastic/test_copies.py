@@ -1,7 +1,9 @@
 """Memory reserved ahead of time is used once there is a slot, and never left behind."""
 
+import mmap
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +109,36 @@ def test_copies_that_others_have_are_freed_for_another_slot(
     assert copies.former == (former,) and former.steps() == (7,)
     holder = copies.hold(state, 0, keep=7, may_free=True)
     assert copies.holders() == [holder] and files(small) == [holder.path.name]
+
+
+def test_memory_that_was_freed_is_awaited(small: Path, copies: Copies) -> None:
+    """A trainer that was killed maps the arena until it has ended."""
+    state = layout(100_000)
+    former = copies.hold(state, 1)
+    stage(copies, 7, b"x" * 16)
+    with open(former.path, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    threading.Timer(0.3, mapped.close).start()
+    assert copies.hold(state, 0, keep=7, may_free=True) is copies.holder
+    assert mapped.closed and len(files(small)) == 1
+
+
+def test_copies_of_a_slot_that_was_lost_meanwhile_are_not_freed(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies that made them dispensable may be lost, too."""
+    copies.epoch, copies.has_slot = (2, 1), True
+    former = copies.hold(layout(5000), 1)
+    stage(copies, 7, b"x" * 16)
+
+    def make(*given: object) -> ReplicaStore:
+        copies.has_slot = False  # the leader forms the job anew
+        raise OSError("no memory")
+
+    monkeypatch.setattr(copies, "_make", make)
+    with pytest.raises(OSError, match="no memory"):
+        copies.hold(layout(5000), 0, keep=7, epoch=(2, 1), may_free=True)
+    assert copies.former == (former,) and former.steps() == (7,)
 
 
 def test_copies_of_a_former_slot_become_memory_for_any_slot(

@@ -321,6 +321,24 @@ def test_a_host_that_wants_to_leave_is_not_kept_for_a_job_that_waits(
     assert desk.phase == "waiting"
 
 
+def test_a_commit_that_is_recorded_during_a_recovery_lets_nobody_end(
+    desk_of: Make,
+) -> None:
+    """The host that is to leave has copies of this very step."""
+    desk = desk_of(hosts=4)
+    host = leaving(desk, 1)
+    coordinator = desk.leader._rendezvous.coordinator
+    assert coordinator is not None
+    desk.lose("h0")
+    assert desk.phase == "gathering" and desk.leader._rendezvous.assignment is None
+    committed = replace(desk.leader._records.commits[0], step=8)
+    desk.leader._recorded(committed, coordinator)
+    assert not desk.take("drained")
+    desk.until(lambda: desk.phase == "running", 20.0)
+    desk.commit(9)
+    assert [it for it, _ in desk.take("drained")] == [host]
+
+
 def test_a_host_that_wants_to_leave_a_job_that_waits_ends_at_once(
     desk_of: Make,
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtft.checkpoint.replication import FailureDomains
 from dtft.checkpoint.replication.copy_placement import Spread
 from dtft.checkpoint.state.slices import Leaf
 from dtft.elastic.anti_affinity import known_domains
@@ -20,10 +21,13 @@ from dtft.elastic.leader.rendezvous_plan import (
     FETCH_BYTES_PER_S,
     FETCH_PART,
     Round,
+    RoundReason,
+    assign,
     doubled,
     fill_with_ready,
     with_moves_undone,
 )
+from dtft.elastic.leader.world_plan import new_world
 from dtft.elastic.seat_policy import LAUNCHED, Seating
 from tests.support.commits import HOSTS, assignment, commit_of, holdings_of, layout
 from tests.support.obedient_desk import ObedientDesk, record_number
@@ -184,9 +188,9 @@ def moved(
     )
 
 
-def filled(given: Seating) -> tuple[str, ...]:
+def filled(given: Seating, server: str = "") -> tuple[str, ...]:
     """The host of each slot after moves were undone, if need be."""
-    found, has_moved = with_moves_undone(given, LAUNCHED.fill, COMMIT)
+    found, has_moved = with_moves_undone(given, LAUNCHED.fill, COMMIT, server)
     assert has_moved
     return tuple(it.host if it else "" for it in LAUNCHED.fill(found))
 
@@ -205,8 +209,34 @@ def test_a_new_host_that_has_every_slice_keeps_the_slot() -> None:
 def test_a_former_host_that_is_needed_gets_its_own_slot() -> None:
     """It has no memory for another one beside its copies."""
     assert filled(moved("h3", "s2", whole=True)) == ("h0", "h1", "h2", "s1")
-    taken = moved("h3", slots=("h0", "s1", "h2", "h1"), whole=True)
-    assert filled(taken) == ("h0", "h1", "h2", "s1")
+    at = ("h0", "s1", "h2", "h1")
+    assert filled(moved("h3", "s2", slots=at, whole=True)) == ("h0", "h1", "h2", "s1")
+    assert filled(moved("h3", slots=at, whole=True)) == ("h0", "s1", "h2", "s2")
+
+
+def test_a_former_host_is_not_taken_before_other_spares() -> None:
+    """Spares are taken in the order in which they joined; it joined long ago."""
+    given = moved("h3", whole=True)
+    first = [
+        replace(it, joined_ns=-2) if it.host == "h1" else it for it in given.usable
+    ]
+    assert filled(replace(given, usable=first)) == ("h0", "s1", "h2", "s2")
+
+
+def test_a_former_host_may_hold_a_part_of_its_slices() -> None:
+    """Hosts that divide their snapshots copy some of their slices each."""
+    given = moved()
+    part = {7: dict(list(HELD["h1"][7].items())[:1])}
+    assert set(part[7]) & {piece.key for piece in STATE.slices(1)}
+    replies = {**given.replies, "h1": {"holdings": part}}
+    assert filled(replace(given, replies=replies)) == HOSTS
+
+
+def test_the_slot_of_the_server_of_all_processes_is_not_given_back() -> None:
+    """Without a slot it could end without the job being formed anew."""
+    given = moved()
+    assert with_moves_undone(given, LAUNCHED.fill, COMMIT, "s1") == (given, False)
+    assert filled(given, server="h0") == HOSTS
 
 
 def test_without_a_former_host_that_has_the_slices_nothing_is_undone() -> None:
@@ -218,7 +248,7 @@ def test_without_a_former_host_that_has_the_slices_nothing_is_undone() -> None:
         replace(moved(), previous=None),
         seating(),
     ):
-        assert with_moves_undone(asked, fill, COMMIT) == (asked, False)
+        assert with_moves_undone(asked, fill, COMMIT, "") == (asked, False)
     others = (
         replace(COMMIT, layout="another"),
         replace(COMMIT, holders=HOSTS[:3]),
@@ -227,7 +257,7 @@ def test_without_a_former_host_that_has_the_slices_nothing_is_undone() -> None:
     )
     asked = moved()
     for commit in others:
-        assert with_moves_undone(asked, fill, commit) == (asked, False)
+        assert with_moves_undone(asked, fill, commit, "") == (asked, False)
 
 
 @given(gone=st.sets(st.sampled_from(LIVE), max_size=2), whole=st.booleans())
@@ -235,7 +265,7 @@ def test_whoever_may_have_a_slot_fills_as_many_after_a_move_was_undone(
     gone: set[str], whole: bool
 ) -> None:
     given = moved(*gone, whole=whole)
-    found, _ = with_moves_undone(given, LAUNCHED.fill, COMMIT)
+    found, _ = with_moves_undone(given, LAUNCHED.fill, COMMIT, "")
     hosts = [it.host for it in LAUNCHED.fill(found) if it]
     assert len(set(hosts)) == len(hosts) == 4 and not gone & set(hosts)
     if "h1" in hosts:
@@ -248,13 +278,19 @@ def copies_elsewhere(held: dict[str, Any], slots: tuple[str, ...]) -> set[str]:
         commits=[COMMIT], layout=STATE, holdings=held, slots=slots, storage_steps=()
     )
     assert decision.source == "memory"
-    return doubled(decision, slots)
+    complete = {"h0": {7: [0]}, "s1": {7: [1]}}  # the slots of their arenas
+    replies = {host: {"holdings": it} for host, it in held.items()}
+    told = {host: {"holdings": {}} for host in LIVE} | replies
+    for host, found in complete.items():
+        told[host] = {**told[host], "complete": found}
+    return doubled(decision, slots, told)
 
 
 def test_a_host_in_another_slot_may_free_copies_that_others_keep() -> None:
     held = {**HELD, "s1": HELD["h1"]}
     assert copies_elsewhere(held, ("h0", "h1", "h2", "s1")) == {"s1"}
-    assert copies_elsewhere(held, ("h0", "s1", "h2", "h3")) == {"s1"}  # h1 keeps them
+    assert copies_elsewhere(held, ("h0", "s1", "h2", "h3")) == set()  # it has memory
+    assert copies_elsewhere(held, ("h0", "s1", "h2", "h1")) == {"h1"}  # s1 keeps them
     assert copies_elsewhere(held, HOSTS) == set()
     assert copies_elsewhere(HELD, ("h0", "h1", "h2", "s1")) == set()  # it has none
 
@@ -262,9 +298,43 @@ def test_a_host_in_another_slot_may_free_copies_that_others_keep() -> None:
 def test_of_two_hosts_that_have_a_slice_alone_none_may_free_it() -> None:
     one = holdings_of(STATE, copies=1, step=7)
     held = {**one, "s1": one["h1"]}
-    assert copies_elsewhere(held, ("h0", "s1", "h2", "h1")) == set()
+    assert copies_elsewhere(held, ("h0", "s2", "s1", "h1")) == set()
     alone = {host: it for host, it in held.items() if host != "h1"}
     assert copies_elsewhere(alone, ("h0", "s2", "h2", "s1")) == set()
+
+
+def restored(held: dict[str, Any], slots: tuple[str, ...], aside: str = ""):
+    """The decision of a round in which `aside` is not reached by some host."""
+    told = {"layouts": [STATE.to_json()], "corrupt": [], "finished": 7, "items": {}}
+    replies = {host: {"holdings": held.get(host, {}), **told} for host in LIVE}
+    round_ = Round(ballot=(1, 2), reasons=[RoundReason("")], detected=0.0)
+    round_.replies.update(replies)
+    _, decision = assign(
+        round_,
+        [record(host) for host in slots],
+        previous=assignment(Spread(copies=2)),
+        commits=[COMMIT],
+        storage_steps=[3],
+        quarantined=(),
+        domains=FailureDomains(levels=(), names={}),
+        copies=2,
+        aside={aside} - {""},
+        world=new_world(1, slots, lasts=True),
+    )
+    assert decision.located is not None, decision.passed_over
+    relied = {host for hosts in decision.located.holders.values() for host in hosts}
+    return decision.step, relied
+
+
+def test_copies_that_others_keep_are_not_relied_on() -> None:
+    """Their hosts may free them; hosts that are set aside are used only if need be."""
+    slots = ("h0", "s1", "h2", "h3")
+    held = {**HELD, "s1": HELD["h1"]}
+    assert restored(held, slots) == (7, {*HOSTS})
+    assert restored(held, slots, aside="h1") == (7, {"h0", "h2", "h3"})
+    one = holdings_of(STATE, copies=1, step=7)
+    held = {**one, "s1": one["h1"]}
+    assert restored(held, ("h0", "s1", "h2", "s2"), aside="h3") == (7, {*HOSTS})
 
 
 class Joined(ObedientDesk):
@@ -413,6 +483,25 @@ def test_a_sender_that_is_lost_after_the_restore_broke_is_its_cause(
     desk.until(lambda: desk.phase == "pausing")
     budget = rendezvous.failures._budget
     assert budget.fruitless == 2 and not budget.restores
+
+
+def test_a_host_that_is_lost_before_hosts_train_again_is_no_failure(
+    desk: Joined,
+) -> None:
+    """It joins a job that waits, and ends, again and again."""
+    desk.lose("h1")
+    desk.lose("h2")
+    desk.until(lambda: desk.phase == "waiting")
+    budget = desk.leader._rendezvous.failures._budget
+    assert budget.fruitless == 1
+    for number in range(12):
+        joined = replace(record_number(1), incarnation=f"h1.{number + 7}")
+        desk.register(joined)
+        desk.leader.connected(joined)
+        assert desk.phase == "gathering"
+        desk.lose("h1")
+        desk.until(lambda: desk.phase == "waiting")
+    assert desk.leader._rendezvous.failures._budget == budget
 
 
 def test_a_slot_goes_back_after_its_new_host_could_not_restore(desk: Joined) -> None:
