@@ -130,7 +130,7 @@ class Copies:
                 self._drop(one)
         if self.holder is None:
             try:
-                self.holder = self._make(layout, slot, domains)
+                made = self._make(layout, slot, domains)
             except OSError:
                 is_over = epoch is not None and self.is_over(epoch)
                 if not may_free or not former or is_over:
@@ -138,7 +138,11 @@ class Copies:
                 self.former = ()
                 for one in former:
                     self._drop(one)
-                self.holder = self._make_later(layout, slot, domains, epoch)
+                made = self._make_later(layout, slot, domains, epoch)
+            if epoch is not None and self.is_over(epoch):
+                made.close()  # `free` may have run already
+                raise OSError(f"the slot of the order of epoch {epoch} was lost")
+            self.holder = made
         self._placed[self.holder] = domains
         return self.holder
 

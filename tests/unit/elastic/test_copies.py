@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,6 +140,23 @@ def test_copies_of_a_slot_that_was_lost_meanwhile_are_not_freed(
     with pytest.raises(OSError, match="no memory"):
         copies.hold(layout(5000), 0, keep=7, epoch=(2, 1), may_free=True)
     assert copies.former == (former,) and former.steps() == (7,)
+
+
+def test_memory_that_comes_after_the_slot_was_lost_is_freed(
+    copies: Copies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies.epoch, copies.has_slot = (2, 1), True
+    make = copies._make
+
+    def late(*given: Any) -> ReplicaStore:
+        copies.has_slot = False
+        copies.free((2, 1))  # finds nothing
+        return make(*given)
+
+    monkeypatch.setattr(copies, "_make", late)
+    with pytest.raises(OSError, match="was lost"):
+        copies.hold(layout(5000), 1, epoch=(2, 1))
+    assert copies.holders() == [] and files(tmp_path) == []
 
 
 def test_copies_of_a_former_slot_become_memory_for_any_slot(
