@@ -105,7 +105,8 @@ class Draining:
         * While the leader decides which host gets which slot, the departure is added to
           the printed reasons for the new formation.
         * While the job waits for hosts, the agent is told to end at once, unless the
-          host leads.
+          host leads. If the job begins to wait later, the agent stays, as another host
+          may still come and fetch its copies; it ends after `timeouts.drain`.
         """
         rendezvous, is_new = self._rendezvous, not self._is_leaving(host)
         if is_new:

@@ -191,8 +191,8 @@ class Rendezvous:
         self._has_committed = False
         """Whether a step was committed since slots were last assigned."""
         self._attempted = False
-        """Whether hosts were ordered to train, and the failures since were not judged
-        yet."""
+        """Whether hosts were ordered to train, no step was committed since, and the
+        failures were not judged yet."""
         self._senders: Collection[str] = ()
         """The hosts from which slices were to be fetched in the last attempt; () once
         every slot has trained."""
@@ -515,7 +515,8 @@ class Rendezvous:
         """Whether the loss of a host may have caused the failure of the last attempt.
 
         True until the leader judges the failures of this attempt, for the hosts that
-        had slots in it, and for those from which slices were to be fetched.
+        had slots in it, and for those from which slices were to be fetched. False if
+        the attempt has committed a step.
         """
         slots = self.previous.slots if self.previous is not None else ()
         is_open = self.is_deciding and self._attempted
@@ -818,7 +819,7 @@ class Rendezvous:
         assignment, epoch = self.assignment, (commit.generation, commit.attempt)
         is_of_now = assignment is not None and assignment.epoch == epoch
         if is_of_now and not self._has_committed:
-            self._has_committed = True
+            self._has_committed, self._attempted = True, False
             self.expect(self._registry.connected)
 
     def _assign(

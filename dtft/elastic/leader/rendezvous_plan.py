@@ -306,7 +306,8 @@ def with_moves_undone(
     at the commit may still hold slices of it. All such slots are given back if one of
     the new hosts lacks slices (its fetch may have failed, and would fail again), or if
     there are too few other hosts for all slots: a former host needs memory beside its
-    copies for any other slot. Otherwise the former hosts get no slot.
+    copies for any other slot. Otherwise the former hosts get no slot. A host that has
+    another slot now, with all slices of it, is no former host.
 
     Args:
         seating: the hosts, the last assignment of slots and the layout.
@@ -317,23 +318,29 @@ def with_moves_undone(
 
     Returns:
         The seating, in which either `previous` names the former hosts, or `usable`
-        leaves them out; and whether there are former hosts.
+        leaves them out; and whether there are former hosts, also unusable ones.
     """
     old, layout = seating.previous, seating.layout
     if old is None or layout is None or commit is None:
         return seating, False
     if commit.layout != layout.digest or len(commit.holders) != len(old.slots):
         return seating, False
+    moved = {
+        slot: host
+        for slot, host in enumerate(commit.holders)
+        if host != old.slots[slot]
+        and host in seating.replies
+        and _holds_some(seating, host, slot, commit.step)
+        and not _is_seated(seating, old, host, commit.step)
+    }
     usable = {record.host: record for record in seating.usable}
     former = {
         slot: usable[host]
-        for slot, host in enumerate(commit.holders)
-        if host in usable
-        and old.slots[slot] not in (host, server)
-        and _holds_some(seating, host, slot, commit.step)
+        for slot, host in moved.items()
+        if host in usable and server not in (host, old.slots[slot])
     }
     if not former:
-        return seating, False
+        return seating, bool(moved)
     names = {record.host for record in former.values()}
     rest = [record for record in seating.usable if record.host not in names]
     others = replace(seating, usable=rest)
@@ -342,7 +349,7 @@ def with_moves_undone(
         and not _lacks(seating, old.slots[slot], slot, commit.step)
         for slot in former
     )
-    if is_whole and len(found := fill(others)) == len(old.slots) and all(found):
+    if is_whole and len(found := fill(others)) >= len(old.slots) and all(found):
         return others, True
     slots, incarnations = list(old.slots), list(old.incarnations)
     for slot, record in former.items():
@@ -358,6 +365,14 @@ def _holds_some(seating: Seating, host: str, slot: int, step: int) -> bool:
     assert seating.layout is not None
     held = seating.replies[host]["holdings"].get(step, {})
     return any(piece.key in held for piece in seating.layout.slices(slot))
+
+
+def _is_seated(seating: Seating, old: SlotAssignment, host: str, step: int) -> bool:
+    """Whether a host has all slices of its slot in `old` at `step`, in their place."""
+    if host not in old.slot_of:
+        return False
+    complete = seating.replies[host].get("complete", {})
+    return old.slot_of[host] in complete.get(step, ())
 
 
 def _lacks(seating: Seating, host: str, slot: int, step: int) -> int:

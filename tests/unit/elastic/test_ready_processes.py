@@ -214,6 +214,43 @@ def test_a_former_host_that_is_needed_gets_its_own_slot() -> None:
     assert filled(moved("h3", slots=at, whole=True)) == ("h0", "s1", "h2", "s2")
 
 
+@pytest.mark.parametrize(
+    ("slots", "spares", "server"),
+    [
+        (("h1", "h0", "h2", "h3"), (), ""),
+        (("h1", "h0", "h2", "h3"), SPARES, ""),
+        (("h1", "h0", "h2", "h3"), SPARES, "h1"),
+        (("s1", "h0", "h2", "h3"), ("s1",), ""),
+        (("s1", "h0", "h2", "h3"), SPARES, ""),
+    ],
+)
+def test_a_host_that_has_another_slot_with_all_its_slices_keeps_it(
+    slots: tuple[str, ...], spares: tuple[str, ...], server: str
+) -> None:
+    """Hosts that ended and came back have taken each other's slots."""
+    given = seating((*HOSTS, *spares))
+    assert given.previous is not None
+    replies = {
+        host: {"holdings": HELD.get(host, {}), "complete": {7: [slot]}}
+        for slot, host in enumerate(slots)
+    }
+    given = replace(
+        given,
+        replies={**given.replies, **replies},
+        previous=replace(given.previous, slots=slots, incarnations=slots),
+    )
+    found, _ = with_moves_undone(given, LAUNCHED.fill, COMMIT, server)
+    hosts = tuple(it.host for it in LAUNCHED.fill(found) if it)
+    assert hosts == slots
+
+
+def test_a_former_host_that_is_unusable_stops_further_moves() -> None:
+    given = moved(whole=True)
+    usable = [it for it in given.usable if it.host != "h1"]
+    asked = replace(given, usable=usable)
+    assert with_moves_undone(asked, LAUNCHED.fill, COMMIT, "") == (asked, True)
+
+
 def test_a_former_host_is_not_taken_before_other_spares() -> None:
     """Spares are taken in the order in which they joined; it joined long ago."""
     given = moved("h3", whole=True)
@@ -235,7 +272,8 @@ def test_a_former_host_may_hold_a_part_of_its_slices() -> None:
 def test_the_slot_of_the_server_of_all_processes_is_not_given_back() -> None:
     """Without a slot it could end without the job being formed anew."""
     given = moved()
-    assert with_moves_undone(given, LAUNCHED.fill, COMMIT, "s1") == (given, False)
+    assert with_moves_undone(given, LAUNCHED.fill, COMMIT, "s1") == (given, True)
+    assert with_moves_undone(given, LAUNCHED.fill, COMMIT, "h1") == (given, True)
     assert filled(given, server="h0") == HOSTS
 
 
@@ -518,6 +556,16 @@ def test_a_slot_goes_back_after_its_new_host_could_not_restore(desk: Joined) -> 
     assert desk.assignment is not None
     assert desk.assignment.slots == ("h0", "h1") and desk.assignment.step == 8
     assert not desk.leader._rendezvous.failures.quarantined
+
+
+def test_a_host_that_is_lost_after_a_commit_is_no_failed_attempt(desk: Joined) -> None:
+    """The job was formed anew for another reason, such as a drain."""
+    desk.end_trainer("h1")
+    rendezvous = desk.leader._rendezvous
+    assert rendezvous._attempted
+    desk.commit(9)
+    rendezvous.form("h2 leaves the job")
+    assert not rendezvous.has_failed("h2")
 
 
 def test_a_lost_sender_is_not_blamed_for_a_later_failure(desk: Joined) -> None:
