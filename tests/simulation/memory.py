@@ -394,6 +394,8 @@ def receive_push(
 class SimCopies(Copies):
     """The real rules of which holder is kept, on simulated memory."""
 
+    freed_s = 0.0  # nothing here keeps the memory of what was freed
+
     def __init__(self, config: AgentConfig, process: Process, wire: Wire) -> None:
         super().__init__(config)
         self.process, self.wire, self.rng = process, wire, wire.rng
@@ -413,16 +415,6 @@ class SimCopies(Copies):
         return SimHolder(
             layout_from(text), slot, placed(text, copies, domains), outgoing, path
         )
-
-    def _make_later(
-        self,
-        layout: Layout,
-        slot: int,
-        domains: tuple[str, ...],
-        epoch: tuple[int, int] | None,
-    ) -> Any:
-        del epoch  # nothing here keeps the memory of what was freed
-        return self._make(layout, slot, domains)
 
     def _need_memory(self) -> None:
         used = len(self.holders()) + (self._reserve is not None)

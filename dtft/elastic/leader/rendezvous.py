@@ -518,7 +518,7 @@ class Rendezvous:
         had slots in it, and for those from which slices were to be fetched. False if
         the attempt has committed a step.
         """
-        slots = self.previous.slots if self.previous is not None else ()
+        slots = self._last_slots
         is_open = self.is_deciding and self._attempted
         return is_open and (host in slots or host in self._senders)
 
@@ -594,15 +594,17 @@ class Rendezvous:
             return
         answered = [it for it in self._registry.usable() if it.host in round_.replies]
         commit = next(iter(self._records.commits), None)
-        fill, asked = self._seats.fill, self._seating(round_, answered)
-        seating, has_moved = with_moves_undone(asked, fill, commit, self.world.server)
+        fill, server = self._seats.fill, self.world.server
+
+        def without_moves(usable: list[HostRecord]) -> tuple[Seating, bool]:
+            seating = self._seating(round_, usable)
+            return with_moves_undone(seating, fill, commit, server)
+
+        seating, has_moved = without_moves(answered)
         slots = seating.previous.slots if seating.previous is not None else ()
         if aside := self._set_aside([it.host for it in answered], slots):
-            answered = [it for it in answered if it.host not in aside]
-            asked = replace(asked, usable=answered)
-            seating, has_moved = with_moves_undone(
-                asked, fill, commit, self.world.server
-            )
+            near = [it for it in answered if it.host not in aside]
+            seating, has_moved = without_moves(near)
             slots = seating.previous.slots if seating.previous is not None else ()
         may_move = bool(self._keep) and not has_moved
         usable = {record.host for record in self._registry.usable()}
@@ -610,7 +612,7 @@ class Rendezvous:
             seating,
             fill,
             ready=ready_hosts(round_, self.world, slots, usable) if may_move else (),
-            server=self.world.server,
+            server=server,
             step=commit.step if commit is not None else -1,
             start_s=self._start_s,
             restore_s=self._config.timeouts.restore,
@@ -621,6 +623,11 @@ class Rendezvous:
             self._wait_for_hosts(empty, aside)
         else:
             self._assign(round_, present, aside)
+
+    @property
+    def _last_slots(self) -> tuple[str, ...]:
+        """The host of each slot in the last assignment; () if there is none."""
+        return self.previous.slots if self.previous is not None else ()
 
     def _set_aside(self, hosts: list[str], slots: Sequence[str]) -> list[str]:
         """Returns which of `hosts` get no slot, so that all others reach each other.
@@ -676,7 +683,7 @@ class Rendezvous:
         new = self._reach.learn(*round_.answers, self._loop.now())
         decision = self._end or self.failures.judge(self.previous)
         self._attempted = False
-        slots = self.previous.slots if self.previous is not None else ()
+        slots = self._last_slots
         is_cut = any(a in slots and b in slots for a, b in new)
         if decision.action == "end" and (self._end is not None or not is_cut):
             self.enter("ending", float("inf"))
@@ -759,7 +766,7 @@ class Rendezvous:
             chosen: the new assignment of hosts to slots.
             aside: the hosts without a slot.
         """
-        former = self.previous.slots if self.previous is not None else ()
+        former = self._last_slots
         for host in aside:
             why = self._reach.text(host)
             if host not in former:
@@ -776,8 +783,7 @@ class Rendezvous:
         if not self._reach.apart:
             return self._registry.num_usable
         usable = [record.host for record in self._registry.usable()]
-        slots = self.previous.slots if self.previous is not None else ()
-        return len(usable) - len(self._set_aside(usable, slots))
+        return len(usable) - len(self._set_aside(usable, self._last_slots))
 
     def look_for_links(self) -> None:
         """Orders hosts that did not reach each other to try to connect again.

@@ -500,8 +500,14 @@ def assign(
             domains=domains.names,
         )
 
-    def sparing(decision: RecoveryDecision, spared: Collection[str]):
-        """Restores the same step without the copies of some hosts, if that suffices."""
+    def sparing(
+        decision: RecoveryDecision, spared: Collection[str]
+    ) -> tuple[RecoveryDecision, Collection[str]]:
+        """Restores the same step without the copies of some hosts, if that suffices.
+
+        Returns the decision, and the hosts whose copies it does not use; () if these
+        copies are needed.
+        """
         other = decided(spared) if spared else decision
         is_same = (other.source, other.step) == (decision.source, decision.step)
         return (other, spared) if is_same else (decision, ())
@@ -509,7 +515,7 @@ def assign(
     decision = decided(())
     if decision.source == "memory":
         decision, spared = sparing(decision, aside)
-        found = doubled(decision, hosts, round_.replies)
+        found = redundant_holders(decision, hosts, round_.replies)
         decision, _ = sparing(decision, {*spared, *found})
     in_memory = decision.source == "memory"
     generation, attempt = next_epoch(previous, filled)
@@ -529,7 +535,7 @@ def assign(
     return assignment, decision
 
 
-def doubled(
+def redundant_holders(
     decision: RecoveryDecision,
     slots: Sequence[str],
     replies: Mapping[str, Mapping[str, Any]],

@@ -25,8 +25,9 @@ from dtft.elastic.transfer.replication import Pusher
 
 logger = logging.getLogger(__name__)
 
-FREED_S = 10.0
-"""Seconds until the memory of copies that were freed for a slot must be available."""
+FREED_S, FREED_AGAIN_S = 10.0, 0.1
+"""Seconds until the memory of copies that were freed for a slot must be available, and
+between two tries to allocate it."""
 
 
 class Copies:
@@ -36,6 +37,9 @@ class Copies:
     of the state. When the host gets another slot, a former holder is kept as long as a
     restore may need its copies.
     """
+
+    freed_s = FREED_S
+    """Seconds for which freed memory is awaited."""
 
     def __init__(self, config: AgentConfig) -> None:
         """Reserves no memory yet."""
@@ -90,16 +94,17 @@ class Copies:
                 has arrived, or the slot of the command was lost.
         """
         with self._lock:
-            if epoch is not None and self.is_over(epoch):
+            if self.is_over(epoch):
                 raise OSError(f"the order of epoch {epoch} is not the newest")
             return self._hold(layout, slot, tuple(domains), keep, epoch, may_free)
 
-    def is_over(self, epoch: tuple[int, int]) -> bool:
+    def is_over(self, epoch: tuple[int, int] | None) -> bool:
         """Whether this host does not have the slot of an order any more.
 
-        `epoch` is the order's (generation, attempt).
+        `epoch` is the order's (generation, attempt); None, for the newest order, gives
+        False.
         """
-        return epoch < self.epoch or not self.has_slot
+        return epoch is not None and (epoch < self.epoch or not self.has_slot)
 
     def _hold(
         self,
@@ -132,14 +137,13 @@ class Copies:
             try:
                 made = self._make(layout, slot, domains)
             except OSError:
-                is_over = epoch is not None and self.is_over(epoch)
-                if not may_free or not former or is_over:
+                if not may_free or not former or self.is_over(epoch):
                     raise
                 self.former = ()
                 for one in former:
                     self._drop(one)
                 made = self._make_later(layout, slot, domains, epoch)
-            if epoch is not None and self.is_over(epoch):
+            if self.is_over(epoch):
                 made.close()  # `free` may have run already
                 raise OSError(f"the slot of the order of epoch {epoch} was lost")
             self.holder = made
@@ -156,20 +160,20 @@ class Copies:
         """Makes a holder once the memory of freed holders can be had.
 
         A process that ends, or a fetch that a peer has begun, may still map them. Tries
-        for 10 s (`FREED_S`), but not after the slot of `epoch` was lost.
+        for 10 s (`FREED_S`), but not after the slot of `epoch` was lost. Meanwhile the
+        caller has the lock; the event loop does not take it before a holder exists.
 
         Raises:
             OSError: not enough memory until then.
         """
-        end = time.monotonic() + FREED_S
+        end = time.monotonic() + self.freed_s
         while True:
             try:
                 return self._make(layout, slot, domains)
             except OSError:
-                is_over = epoch is not None and self.is_over(epoch)
-                if is_over or time.monotonic() > end:
+                if self.is_over(epoch) or time.monotonic() >= end:
                     raise
-            time.sleep(FREED_S / 100)
+            time.sleep(FREED_AGAIN_S)
 
     def _drop(self, holder: ReplicaStore) -> None:
         self._placed.pop(holder, None)

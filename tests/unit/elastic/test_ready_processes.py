@@ -23,8 +23,8 @@ from dtft.elastic.leader.rendezvous_plan import (
     Round,
     RoundReason,
     assign,
-    doubled,
     fill_with_ready,
+    redundant_holders,
     with_moves_undone,
 )
 from dtft.elastic.leader.world_plan import new_world
@@ -321,7 +321,7 @@ def copies_elsewhere(held: dict[str, Any], slots: tuple[str, ...]) -> set[str]:
     told = {host: {"holdings": {}} for host in LIVE} | replies
     for host, found in complete.items():
         told[host] = {**told[host], "complete": found}
-    return doubled(decision, slots, told)
+    return redundant_holders(decision, slots, told)
 
 
 def test_a_host_in_another_slot_may_free_copies_that_others_keep() -> None:
