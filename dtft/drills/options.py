@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from dtft.checkpoint.transport import (
 )
 from dtft.config import Experiment, load_experiment
 from dtft.elastic.host import check_arena_directory, check_name
+from dtft.elastic.processes import CLEANUP_S
 from dtft.elastic.stop_signals import heard_signals
 from dtft.elastic.store import StoreAddress
 from dtft.parallel import check_experiment
@@ -183,8 +185,7 @@ def for_clusters(
     """Loads the experiment; returns it with the overrides for the runs' clusters.
 
     The overrides leave out the flag of the run directory, because each run gets a
-    separate one. After the call, SIGTERM and SIGHUP raise SystemExit, so that clusters
-    are closed and their memory is freed.
+    separate one. Also calls `end_at_signals`.
 
     Args:
         command: the command's flags, with CONFIG and the number of hosts.
@@ -207,13 +208,34 @@ def for_clusters(
             "would share it. Leave --checkpoint.storage_directory out; each run then "
             "stores in its own run directory."
         )
-    for number in heard_signals():
-        if number != signal.SIGINT:
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_at_signals()
     cluster = experiment.cluster
     sizes = ["--cluster.hosts", str(cluster.hosts)]
     sizes += ["--cluster.min_replicas", str(cluster.min_replicas)]
     return experiment, [*words, *sizes]
+
+
+def end_at_signals() -> None:
+    """Makes a stop signal raise an exception, so that clusters are closed.
+
+    SIGINT raises KeyboardInterrupt; SIGTERM and SIGHUP raise SystemExit. Further
+    signals in the next 30 s (`CLEANUP_S`) are ignored, because a second exception would
+    end the closing early. They are usual: Ctrl-C reaches this process and the command
+    that has started it, and that command then sends SIGTERM.
+    """
+    closing_until = float("-inf")
+
+    def heard(number: int, _frame: object) -> None:
+        nonlocal closing_until
+        if time.monotonic() < closing_until:
+            return
+        closing_until = time.monotonic() + CLEANUP_S
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+    for number in heard_signals():
+        signal.signal(number, heard)
 
 
 def prepare_run(experiment: Experiment) -> tuple[Path, list[str]]:

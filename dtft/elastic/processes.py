@@ -18,7 +18,7 @@ from typing import IO, BinaryIO
 _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded here: a forked child must not
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.005
-_CLEANUP_S = 30.0
+CLEANUP_S = 30.0
 """Seconds that a command has, after SIGTERM, to end its own processes."""
 _LOWEST_PORT = 10_000
 
@@ -37,7 +37,7 @@ def run_to_end(command: Sequence[str], limit_s: float, output: IO | int) -> int 
     """Runs a command until it ends, and sends it SIGTERM if it must end early.
 
     The command gets SIGTERM after `limit_s` seconds, and when an exception such as
-    KeyboardInterrupt is raised in this call. If it still runs 30 s (`_CLEANUP_S`)
+    KeyboardInterrupt is raised in this call. If it still runs 30 s (`CLEANUP_S`)
     later, it is killed (SIGKILL). If the calling thread ends, even by SIGKILL, the
     kernel sends SIGTERM to the command; no SIGKILL follows in this case.
 
@@ -60,11 +60,11 @@ def run_to_end(command: Sequence[str], limit_s: float, output: IO | int) -> int 
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(_CLEANUP_S)
+                process.wait(CLEANUP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_CLEANUP_S)  # it may be in uninterruptible sleep
+                    process.wait(CLEANUP_S)  # it may be in uninterruptible sleep
 
 
 def _terminate_with_parent() -> None:

@@ -1,9 +1,12 @@
 """Cuts of hosts in network namespaces, with real packets."""
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import cast
@@ -154,6 +157,40 @@ def test_what_a_killed_drill_left_is_swept_at_the_next_start():
     pid = int(left.stdout)
     assert network_namespaces.existing_namespaces(pid)
     network_namespaces.sweep_namespaces()
+    assert not network_namespaces.existing_namespaces(pid)
+    assert not list(network_namespaces.NETNS_ETC.glob(f"dtft{pid}*"))
+
+
+@needs_root
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])
+def test_an_interrupted_drill_leaves_no_namespace_though_its_parent_ends_it_too(
+    after_s: float,
+) -> None:
+    program = (
+        "import os, time\n"
+        "from dtft.drills.options import end_at_signals\n"
+        "from dtft.elastic.faults.network_namespaces import HostNamespaces as H\n"
+        "end_at_signals(); print(os.getpid(), flush=True)\n"
+        "network = H('abcdefgh')\n"
+        "try: time.sleep(30)\n"
+        "finally: network.close()"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as drill:
+        assert drill.stdout is not None
+        pid = int(drill.stdout.readline())
+        time.sleep(after_s)
+        os.killpg(pid, signal.SIGINT)  # as Ctrl-C does
+        for _ in range(20):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            time.sleep(0.05)
+        drill.wait(30)
     assert not network_namespaces.existing_namespaces(pid)
     assert not list(network_namespaces.NETNS_ETC.glob(f"dtft{pid}*"))
 

@@ -47,7 +47,7 @@ def test_a_command_may_clean_up_after_its_limit(tmp_path: Path) -> None:
 def test_a_command_that_does_not_end_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "_CLEANUP_S", 0.2)
+    monkeypatch.setattr(processes, "CLEANUP_S", 0.2)
     begun = time.monotonic()
     command = [sys.executable, "-c", STUBBORN]
     assert run_to_end(command, 1.0, subprocess.DEVNULL) is None

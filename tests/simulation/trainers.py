@@ -483,17 +483,21 @@ class SimTrainer:
             return  # at most one step runs ahead of replication
         if self._waits_for == "end":
             self._waits_for, self.done = "", True
+            self._tell_running()
             self.enter("")
             self.say("finished", step=self._step, summary={})
             return
         self._waits_for = "room"
         self._trainers.board("finished", self._step)
-        if not self._ran:
-            self._ran = True
-            self.say("running", step=self._step, bytes_from_storage=0)
+        self._tell_running()
         if self._asked != self._step:
             self._ask(self._step)
         self._write()
+
+    def _tell_running(self) -> None:
+        if not self._ran:
+            self._ran = True
+            self.say("running", step=self._step, bytes_from_storage=0)
 
     def _ask(self, step: int) -> None:
         self._asked, self._room = step, False

@@ -369,8 +369,7 @@ def _remove(base: str) -> None:
         for name in _names(kind):
             if re.match(rf"{base}[a-z]", name):
                 # An interface disappears with the namespace of its other end.
-                command = ["ip", kind, "del", name]
-                subprocess.run(command, check=False, capture_output=True, timeout=30)
+                _ended("ip", kind, "del", name)
     for folder in NETNS_ETC.glob(f"{base}[a-z]*"):
         shutil.rmtree(folder)
     with contextlib.suppress(OSError):  # other programs have files there
@@ -391,10 +390,21 @@ def _batch(namespace: str | None, commands: Sequence[str]) -> None:
     _run("ip", *where, "-batch", "-", text="\n".join(commands) + "\n")
 
 
-def _run(*command: str, text: str = "") -> str:
-    result = subprocess.run(
-        command, check=False, capture_output=True, text=True, input=text, timeout=30
+def _ended(*command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    """Runs a command that the terminal's Ctrl-C does not reach; returns its result."""
+    return subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        input=text,
+        timeout=30,
+        process_group=0,
     )
+
+
+def _run(*command: str, text: str = "") -> str:
+    result = _ended(*command, text=text)
     if result.returncode:
         raise NoNamespacesError(
             f"cutting a host off needs network namespaces, but `{' '.join(command)}` "

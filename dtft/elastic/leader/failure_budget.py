@@ -36,7 +36,7 @@ Kind = Literal["exception", "exit", "lost", "late", "stuck", "restore", "copy"]
 """exception: a trainer reported an exception. exit: a trainer ended without a report.
 lost: a host was lost. late: trainers did not start in time, or JAX's coordination
 service did not start. stuck: a step did not complete. restore: a host could not restore
-the state. copy: a copy that is labelled with one step has the bytes of another."""
+the state. copy: a copy is corrupt, or has the bytes of another step than it says."""
 
 KILLS = (-9, -15)
 """Return codes of processes that were killed by SIGKILL or SIGTERM."""

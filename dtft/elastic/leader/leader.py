@@ -35,6 +35,7 @@ from dtft.elastic.leader.scaling import Scaling
 from dtft.elastic.leader.served_requests import Requests
 from dtft.elastic.leader.shutdown import Shutdown
 from dtft.elastic.leader.sizes import JobSizes
+from dtft.elastic.leader.storage import is_corrupt
 from dtft.elastic.messages import fault_of_report, known_layout, misfit, report_fields
 from dtft.elastic.store import Membership, View
 
@@ -371,14 +372,14 @@ class Leader:
         rendezvous.form(RoundReason(found.text, hosts=found.hosts))
 
     def _refuse_copy(self, why: str) -> None:
-        """Re-forms the job because a copy is labelled with the wrong step.
+        """Re-forms the job because a copy is wrong; all hosts read their copies again.
 
-        `why` is the reason, for people; it names the copy, whose bytes are those of
-        another step.
+        `why` is the reason, for people. It names the copy, which has the bytes of
+        another step or is corrupt.
         """
         self._journal.say(why)
         self._rendezvous.failures.add(Failure(kind="copy", error=why))
-        self._rendezvous.form(why)
+        self._rendezvous.form(why, read=True)
 
     def _refused(self, host: str, reason: str | None) -> bool:
         if reason is not None:
@@ -580,11 +581,19 @@ class Leader:
     def _on_exported(
         self, host: str, step: int, ok: bool, error: str, attempt: int | None = None
     ) -> None:
+        """Handles a host's answer to the order to export a step.
+
+        If the last step of the job is corrupt in the memory of the exporting host,
+        re-forms the job: the host then restores the step from a peer's copy. A step
+        before the last is not exported; the next snapshot replaces it.
+        """
         coordinator = self._rendezvous.coordinator
         outcome = coordinator and coordinator.export_answer(host, step, ok, attempt)
         if outcome is None:
             return
         self._storage.ended(host, step, outcome, error)
+        if is_corrupt(error) and self._shutdown.awaits(step):
+            self._refuse_copy(f"{host} cannot export the last step: {error}")
         self._shutdown.exported()
         if self._requests is not None:
             self._requests.exported(host, step, outcome, error)

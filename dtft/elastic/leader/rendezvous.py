@@ -211,7 +211,9 @@ class Rendezvous:
         self._end = self._end or decision
         self.form(decision.message)
 
-    def form(self, *reasons: RoundReason | str, fatal: bool = False) -> None:
+    def form(
+        self, *reasons: RoundReason | str, fatal: bool = False, read: bool = False
+    ) -> None:
         """Begins a round (an attempt to form the job).
 
         Orders the connected hosts to stop training and to report their copies. Once
@@ -223,6 +225,8 @@ class Rendezvous:
                 the hosts that caused it; a plain text names none.
             fatal: whether the failure would repeat with the same processes; all
                 trainers then restart.
+            read: whether the hosts read their copies again and check the digests,
+                because a copy is known to be corrupt.
         """
         if self.frozen or self.phase == "ending":
             return
@@ -232,7 +236,7 @@ class Rendezvous:
         # While the key has expired the view has no leader's term; rounds go on.
         self._term = max(self._records.view.term, self._term)
         ballot = (self._term, self._counter)
-        now, read = self._loop.wall(), self._seats.reads_copies
+        now, read = self._loop.wall(), read or self._seats.reads_copies
         whys = [RoundReason(it) if isinstance(it, str) else it for it in reasons]
         self.current = next_round(self.current, ballot, whys, now, read=read)
         if self.assignment is not None:

@@ -179,6 +179,13 @@ class Shutdown:
             return None
         return max(round_.finished.values())
 
+    def awaits(self, step: int) -> bool:
+        """Whether every slot has finished, and the job ends once storage has `step`.
+
+        False if hosts were missing when the job began to end.
+        """
+        return not self._rescuing and self._last_finished == step
+
     @property
     def is_storing(self) -> bool:
         """Whether every slot has finished, and an export runs or must not begin yet.

@@ -26,6 +26,7 @@ and doubles with every failure in a row."""
 SLOW_S = 60.0
 """Seconds after which an unfinished export is reported, if another step is due."""
 
+_CORRUPT = "corrupt in this host's memory"
 _ADVICE = (
     (("no space left", "resource_exhausted", "quota"), "free space there"),
     (("read-only file system",), "mount it for writing"),
@@ -37,7 +38,7 @@ _ADVICE = (
         ),
         "mount the file system again, or put the directory back",
     ),
-    (("corrupt in this host's memory",), "test that memory if this comes again"),
+    ((_CORRUPT,), "test that memory if this comes again"),
     (("timeouterror", "ended with code"), "see that storage answers; it may be slow"),
 )
 
@@ -57,6 +58,11 @@ def advice(error: str) -> str:
         if any(word in lowered for word in words):
             return text
     return "see the exporter's log on that host"
+
+
+def is_corrupt(error: str) -> bool:
+    """Whether an export failed because the exporting host's own copy is corrupt."""
+    return _CORRUPT in error
 
 
 class StorageHealth:

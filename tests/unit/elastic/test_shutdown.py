@@ -105,6 +105,39 @@ def test_the_last_export_is_tried_three_times_with_pauses(
     assert end["message"] == "step 8 could not be written to storage"
 
 
+def test_a_last_step_that_is_corrupt_in_memory_is_restored_from_a_peer_and_exported(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=2)
+    finish(desk, 8)
+    formed, error = ballot(desk), "step 8 is corrupt in this host's memory, so nothing"
+    said = {"step": 8, "ok": False, "error": error, "attempt": 0}
+    say(desk, "h0", "exported", **said)
+    round_ = desk.leader._rendezvous.current
+    assert round_ is not None and round_.ballot != formed
+    assert round_.read  # the corrupt copy must be found before slots are assigned
+    desk.until(lambda: desk.phase == "running")
+    for slot, host in enumerate(("h0", "h1")):
+        say(desk, host, "finished", slot=slot, step=8, summary={})
+    desk.turn(LONGEST_PAUSE_S)
+    say(desk, "h0", "exported", step=8, ok=True, error="", attempt=0)
+    (end,) = [it for it in desk.events() if it["event"] == "end"]
+    assert (end["status"], end["step"]) == ("done", 8)
+
+
+def test_a_corrupt_step_before_the_last_does_not_disturb_training(
+    desk_of: Make,
+) -> None:
+    desk = desk_of(hosts=2)
+    desk.commit(8)
+    coordinator = desk.leader._rendezvous.coordinator
+    assert coordinator is not None
+    coordinator.export(8)
+    formed, error = ballot(desk), "step 8 is corrupt in this host's memory, so nothing"
+    say(desk, "h0", "exported", step=8, ok=False, error=error, attempt=0)
+    assert ballot(desk) == formed and desk.phase == "running"
+
+
 def test_a_stop_while_a_host_with_a_label_is_missing_stores_the_last_step(
     desk_of: Make,
 ) -> None:
