@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dtft.checkpoint.storage.directory import StorageTier, load_numpy
@@ -225,3 +226,55 @@ def test_training_goes_on_while_storage_does_not(trouble: Trouble) -> None:
     assert not list(trouble.directory.glob("*orbax-checkpoint-tmp*"))
     for step in steps_in(trouble.directory):
         assert load_numpy(trouble.directory, step)
+
+
+def flip_bytes(memory: Path) -> None:
+    """Inverts one byte of each page of a host's copies."""
+    for path in memory.glob("arena*"):
+        pages = np.memmap(path, np.uint8, "r+")
+        pages[::4096] ^= 0xFF
+        pages.flush()
+
+
+def test_a_last_step_that_decays_in_memory_is_stored_from_a_peers_copy(
+    tmp_path: Path,
+) -> None:
+    last = 600
+    options = ("--stop.steps", str(last), "--checkpoint.storage_interval", "1000")
+    with launched(tmp_path / "well", *options) as well:
+        well.process.wait(240)
+    run = tmp_path / "run"
+    directory = run / "checkpoints"
+    directory.mkdir(parents=True)
+    storage = Full(directory)
+
+    def exports(step: int) -> list[dict]:
+        found = [it for it in read_events(run) if it["event"] == "export"]
+        return [it for it in found if it["step"] == step]
+
+    try:
+        with launched(run, *options) as job:
+            until(lambda: exports(1))
+            storage.begin()
+            until(lambda: exports(last))
+            owner = owner_of(run)
+            (memory,) = Path(os.environ["DTFT_TEST_MEMORY"]).glob(f"dtft-*-{owner}")
+            flip_bytes(memory)
+            storage.end()
+            job.process.wait(240)
+        assert [it["ok"] for it in exports(last)][-2:] == [False, True], job.output
+        assert f"{owner} cannot export the last step" in job.output
+        stored, expected = (
+            load_numpy(it / "checkpoints", last) for it in (run, tmp_path / "well")
+        )
+        assert {name: value.tobytes() for name, value in stored.items()} == {
+            name: value.tobytes() for name, value in expected.items()
+        }
+    finally:
+        storage.clear()
+
+
+def owner_of(run: Path) -> str:
+    """The host of slot 0, which exports the state of a replica mesh."""
+    assigned = [it for it in read_events(run) if it["event"] == "assignment"]
+    return assigned[-1]["slots"][0]
