@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dtft.checkpoint.storage.directory import StorageTier, load_numpy
+from dtft.elastic.faults.injector import corrupt_copies
 from dtft.elastic.leader.events import read_events
 from tests.support.harness import launched
 
@@ -228,14 +228,6 @@ def test_training_goes_on_while_storage_does_not(trouble: Trouble) -> None:
         assert load_numpy(trouble.directory, step)
 
 
-def flip_bytes(memory: Path) -> None:
-    """Inverts one byte of each page of a host's copies."""
-    for path in memory.glob("arena*"):
-        pages = np.memmap(path, np.uint8, "r+")
-        pages[::4096] ^= 0xFF
-        pages.flush()
-
-
 def test_a_last_step_that_decays_in_memory_is_stored_from_a_peers_copy(
     tmp_path: Path,
 ) -> None:
@@ -259,7 +251,7 @@ def test_a_last_step_that_decays_in_memory_is_stored_from_a_peers_copy(
             until(lambda: exports(last))
             owner = owner_of(run)
             (memory,) = Path(os.environ["DTFT_TEST_MEMORY"]).glob(f"dtft-*-{owner}")
-            flip_bytes(memory)
+            assert corrupt_copies(memory)
             storage.end()
             job.process.wait(240)
         assert [it["ok"] for it in exports(last)][-2:] == [False, True], job.output

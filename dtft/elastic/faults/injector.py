@@ -644,7 +644,8 @@ class FaultInjector(threading.Thread):
         strike = InjectedFault(fault=fault, hosts=victims)
         for other in corrupting:
             for host in self._victims(other):
-                strike.corrupted_bytes += self._corrupt(host)
+                memory = self._cluster.memory_directory(host)
+                strike.corrupted_bytes += corrupt_copies(memory)
         strike.finished = self._most("finished")
         strike.computing, strike.committed = (
             self._most("computing"),
@@ -703,26 +704,6 @@ class FaultInjector(threading.Thread):
         finally:
             with self._count_lock:
                 self._restarts_due -= 1
-
-    def _corrupt(self, host: str) -> int:
-        """Inverts one byte in every 4 KiB of the files in which a host keeps copies.
-
-        Returns:
-            The number of inverted bytes.
-        """
-        flipped = 0
-        memory_directory = self._cluster.memory_directory(host)
-        for path in (*memory_directory.glob("arena*"), memory_directory / "reserve"):
-            if not path.exists():
-                continue
-            with open(path, "r+b") as file:
-                memory = mmap.mmap(file.fileno(), 0)
-                places = range(0, len(memory), 4096)
-                for place in places:
-                    memory[place] ^= 0xFF
-                memory.close()
-            flipped += len(places)
-        return flipped
 
     def _request(
         self, fault: Fault, change: Callable[[Observer], dict[str, Any]], *hosts: str
@@ -837,3 +818,26 @@ def rate(
         return None
     (first_at, first), (last_at, last) = within[0], within[-1]
     return (last - first) / (last_at - first_at)
+
+
+def corrupt_copies(directory: Path) -> int:
+    """Inverts one byte in every 4 KiB of the files in which a host keeps copies.
+
+    Args:
+        directory: the directory of the host's files (its arena and its reserve).
+
+    Returns:
+        The number of inverted bytes.
+    """
+    flipped = 0
+    for path in (*directory.glob("arena*"), directory / "reserve"):
+        if not path.exists():
+            continue
+        with open(path, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), 0)
+            places = range(0, len(memory), 4096)
+            for place in places:
+                memory[place] ^= 0xFF
+            memory.close()
+        flipped += len(places)
+    return flipped
