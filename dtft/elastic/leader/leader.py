@@ -583,9 +583,10 @@ class Leader:
     ) -> None:
         """Handles a host's answer to the order to export a step.
 
-        If the last step of the job is corrupt in the memory of the exporting host,
-        re-forms the job: the host then restores the step from a peer's copy. For an
-        earlier step it does not: the next snapshot is a new copy.
+        If the last step of the job is corrupt in the memory of the exporting host, or
+        of a peer that lends it slices, re-forms the job: that host then restores the
+        step from another copy. For an earlier step it does not: the next snapshot is a
+        new copy.
         """
         coordinator = self._rendezvous.coordinator
         outcome = coordinator and coordinator.export_answer(host, step, ok, attempt)

@@ -26,7 +26,9 @@ and doubles with every failure in a row."""
 SLOW_S = 60.0
 """Seconds after which an unfinished export is reported, if another step is due."""
 
-_CORRUPT = "corrupt in this host's memory"
+_CORRUPT = ("corrupt in this host's memory", "corrupt slices")
+"""Words in the error of an export whose copy is corrupt: the exporting host's own, or
+that of a peer which lends it slices (`share="divided"`)."""
 _ADVICE = (
     (("no space left", "resource_exhausted", "quota"), "free space there"),
     (("read-only file system",), "mount it for writing"),
@@ -38,7 +40,7 @@ _ADVICE = (
         ),
         "mount the file system again, or put the directory back",
     ),
-    ((_CORRUPT,), "test that memory if this comes again"),
+    (_CORRUPT, "test that memory if this comes again"),
     (("timeouterror", "ended with code"), "see that storage answers; it may be slow"),
 )
 
@@ -61,8 +63,12 @@ def advice(error: str) -> str:
 
 
 def is_corrupt(error: str) -> bool:
-    """Whether an export failed because the exporting host's own copy is corrupt."""
-    return _CORRUPT in error
+    """Whether an export failed because a copy in a host's memory is corrupt.
+
+    >>> is_corrupt("FetchFailed: from host-1: 1 corrupt slices")
+    True
+    """
+    return any(words in error for words in _CORRUPT)
 
 
 class StorageHealth:

@@ -21,6 +21,7 @@ from dtft.checkpoint.state.ranges import (
 from dtft.checkpoint.transport import fetch
 from dtft.checkpoint.transport.connection import Channel
 from dtft.checkpoint.transport.server import TransportServer, connect
+from dtft.elastic.leader.storage import is_corrupt
 from dtft.elastic.transfer.replication import Pusher
 from dtft.elastic.transfer.restore_executor import (
     FetchFailed,
@@ -129,6 +130,8 @@ def test_a_corrupt_copy_is_named_and_never_taken(pair: list[Host]) -> None:
     with pytest.raises(FetchFailed, match="1 corrupt slices") as failed:
         fetch_back(pair[0].holder, ordered, JOB, 10.0)
     assert failed.value.corrupt == (f"host-1 step 1: {key}",)
+    # An export may need this slice (`borrow`): then the leader forms the job anew.
+    assert is_corrupt(str(failed.value))
 
 
 def test_an_order_older_than_the_peers_is_refused(pair: list[Host]) -> None:

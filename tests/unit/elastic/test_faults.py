@@ -320,11 +320,11 @@ def test_a_fault_that_fails_leaves_no_host_stopped(
         signal_host=lambda host, number: signals.append(number),
     )
 
-    def broken(host: str) -> int:
-        raise OSError(f"{host}: no memory is left")
+    def broken(memory: Path) -> int:
+        raise OSError(f"{memory}: no memory is left")
 
-    monkeypatch.setattr(injector, "_corrupt", broken)
-    with pytest.raises(OSError, match="a: no memory is left"):
+    monkeypatch.setattr(injector_module, "corrupt_copies", broken)
+    with pytest.raises(OSError, match="no memory is left"):
         injector._try(fault, [parse_fault("corrupt:0@0", 1)])
     assert signals == [signal.SIGSTOP, signal.SIGCONT]
     assert injector.not_over == ["kill-host:0@0"]
