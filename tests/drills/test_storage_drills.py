@@ -228,11 +228,17 @@ def test_training_goes_on_while_storage_does_not(trouble: Trouble) -> None:
         assert load_numpy(trouble.directory, step)
 
 
+@pytest.mark.parametrize(
+    ("share", "slot", "error"),
+    [("full", 0, "in this host's memory"), ("divided", 1, "corrupt slices")],
+    ids=["own-copy", "lent-slices"],
+)
 def test_a_last_step_that_decays_in_memory_is_stored_from_a_peers_copy(
-    tmp_path: Path,
+    tmp_path: Path, share: str, slot: int, error: str
 ) -> None:
     last = 600
-    options = ("--stop.steps", str(last), "--checkpoint.storage_interval", "1000")
+    options: tuple[str, ...] = ("--stop.steps", str(last), "--checkpoint.share", share)
+    options += ("--hosts", "3", "--checkpoint.storage_interval", "1000")
     with launched(tmp_path / "well", *options) as well:
         well.process.wait(240)
     run = tmp_path / "run"
@@ -249,13 +255,16 @@ def test_a_last_step_that_decays_in_memory_is_stored_from_a_peers_copy(
             until(lambda: exports(1))
             storage.begin()
             until(lambda: exports(last))
-            owner = owner_of(run)
-            (memory,) = Path(os.environ["DTFT_TEST_MEMORY"]).glob(f"dtft-*-{owner}")
+            slots = slots_of(run)
+            (memory,) = Path(os.environ["DTFT_TEST_MEMORY"]).glob(
+                f"dtft-*-{slots[slot]}"
+            )
             assert corrupt_copies(memory)
             storage.end()
             job.process.wait(240)
         assert [it["ok"] for it in exports(last)][-2:] == [False, True], job.output
-        assert f"{owner} cannot export the last step" in job.output
+        assert f"{slots[0]} cannot export the last step" in job.output
+        assert error in job.output
         stored, expected = (
             load_numpy(it / "checkpoints", last) for it in (run, tmp_path / "well")
         )
@@ -266,7 +275,7 @@ def test_a_last_step_that_decays_in_memory_is_stored_from_a_peers_copy(
         storage.clear()
 
 
-def owner_of(run: Path) -> str:
-    """The host of slot 0, which exports the state of a replica mesh."""
+def slots_of(run: Path) -> list[str]:
+    """The host of each slot; that of slot 0 exports the state of a replica mesh."""
     assigned = [it for it in read_events(run) if it["event"] == "assignment"]
-    return assigned[-1]["slots"][0]
+    return assigned[-1]["slots"]
