@@ -3,6 +3,7 @@
 import json
 import os
 import queue
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -324,7 +325,9 @@ def test_a_fault_that_fails_leaves_no_host_stopped(
         raise OSError(f"{memory}: no memory is left")
 
     monkeypatch.setattr(injector_module, "corrupt_copies", broken)
-    with pytest.raises(OSError, match="no memory is left"):
+    with pytest.raises(
+        OSError, match=f"^{re.escape(str(tmp_path))}: no memory is left"
+    ):
         injector._try(fault, [parse_fault("corrupt:0@0", 1)])
     assert signals == [signal.SIGSTOP, signal.SIGCONT]
     assert injector.not_over == ["kill-host:0@0"]
