@@ -25,7 +25,13 @@ from types import FrameType
 from typing import Any
 
 from dtft.checkpoint.managers import ProgressBoard, ProgressField
-from dtft.elastic.host import NotSalvaged, Salvage, sweep_memory, swept_line
+from dtft.elastic.host import (
+    NotSalvaged,
+    Salvage,
+    check_arena_room,
+    sweep_memory,
+    swept_line,
+)
 from dtft.elastic.leader import newest_stored, read_events
 from dtft.elastic.processes import die_with_parent, session
 from dtft.elastic.stop_signals import (
@@ -130,12 +136,14 @@ class LocalCluster:
         """Removes memory that dead agents have left, starts etcd, then every agent.
 
         Raises:
-            ValueError: etcd does not start; the message has the reason.
+            ValueError: the arena directory is full, or etcd does not start; the message
+                has the reason.
             FileNotFoundError: there is no etcd executable.
         """
         directory = self.options.arena_directory
         if line := swept_line(directory, sweep_memory(directory)):
             tell(line.removeprefix("dtft: "))
+        check_arena_room(directory)
         self._start_store()
         for _ in range(self.options.hosts):
             self.start_host()

@@ -64,17 +64,20 @@ class ProgressBoard:
     def __init__(self, path: Path, *, create: bool = False) -> None:
         """Maps the file at `path` into memory.
 
-        With `create`, makes the file, or fills an existing file with zeros.
+        With `create`, makes the file, or fills an existing file with zeros. Allocates
+        its memory, because a write to a page that a full file system lacks would end
+        the process (SIGBUS).
 
         Raises:
-            OSError: the file cannot be opened or created.
+            OSError: the file cannot be opened or created, or, with `create`, its file
+                system is full (ENOSPC).
             ValueError: the file is smaller than the board's cells.
         """
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
         descriptor = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(descriptor, _FORMAT.size * len(FIELDS))
+                os.posix_fallocate(descriptor, 0, _FORMAT.size * len(FIELDS))
             self._memory = mmap.mmap(descriptor, _FORMAT.size * len(FIELDS))
         finally:
             os.close(descriptor)

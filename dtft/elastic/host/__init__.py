@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dtft.elastic.host.edges import Service
     from dtft.elastic.host.memory_directory import (
         check_arena_directory,
+        check_arena_room,
         check_name,
         sweep_memory,
         swept_line,
@@ -37,6 +38,7 @@ _PUBLIC = {
     "ServingHost": "serve",
     "base_config": "serve",
     "check_arena_directory": "memory_directory",
+    "check_arena_room": "memory_directory",
     "check_name": "memory_directory",
     "sweep_memory": "memory_directory",
     "swept_line": "memory_directory",
@@ -51,6 +53,7 @@ __all__ = [
     "ServingHost",
     "base_config",
     "check_arena_directory",
+    "check_arena_room",
     "check_name",
     "sweep_memory",
     "swept_line",

@@ -57,8 +57,8 @@ class Agent:
         Raises:
             StoreUnavailable: the store does not answer.
             JobMismatch: a live host has this host's name.
-            ValueError: the arena directory does not exist, a live agent or another user
-                has the memory directory, or the port cannot be opened.
+            ValueError: the arena directory does not exist or is full, a live agent or
+                another user has the memory directory, or the port cannot be opened.
         """
         if edges is None:
             refuse_taken_name(store, config)

@@ -19,7 +19,7 @@ from dtft.elastic.host.coordination_service import CoordinationService
 from dtft.elastic.host.follower import Follower, local_follower
 from dtft.elastic.host.listening import listen
 from dtft.elastic.host.memory_directory import (
-    make_memory_directory,
+    make_host_memory,
     remove_memory_directory,
 )
 from dtft.elastic.host.trainers import Trainers
@@ -160,19 +160,20 @@ def local_edges(
     Args:
         config: the agent's settings.
         store: the job's store.
-        trainers: trainers whose socket is open in an existing memory directory; by
-            default the directory is made here and the follower makes its trainers.
+        trainers: trainers whose socket is open in a memory directory that
+            `make_host_memory` has made; by default the directory is made here and the
+            follower makes its trainers.
 
     Raises:
-        ValueError: the arena directory does not exist, or a live agent or another user
-            has the memory directory.
+        ValueError: the arena directory does not exist, a live agent or another user
+            has the memory directory, or the file system is full.
     """
     if trainers is None:
-        make_memory_directory(config.memory_directory)
+        make_host_memory(config.memory_directory, config.timeouts.start)
     (config.run_directory / "logs").mkdir(parents=True, exist_ok=True)
     loop = EventLoop()
     credentials = Credentials(job=config.job, secret=config.secret, tls=config.tls)
-    board = ProgressBoard(config.memory_directory / "board", create=True)
+    board = ProgressBoard(config.memory_directory / "board")
     network = TcpNetwork(loop, credentials, config.timeouts.connect)
 
     def follower(emit: Callable[..., None], report: Callable[..., None]) -> Follower:

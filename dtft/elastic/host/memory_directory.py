@@ -1,4 +1,4 @@
-"""A host's directory in shared memory: its name, its lock, and how it is removed.
+"""A host's directory in shared memory: its name, lock and board, and its removal.
 
 Job and host names become a directory name and keys in the store; names with characters
 that would change the path or key are refused. An agent locks (flock) the file `owner`
@@ -15,6 +15,7 @@ locks a directory that has a lock file before it renames and removes the directo
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -28,6 +29,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtft.checkpoint.managers import ProgressBoard
+
+logger = logging.getLogger(__name__)
+
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 OWNER = "owner"
 """File in a memory directory that the directory's agent keeps locked."""
@@ -39,6 +44,9 @@ TAKE_S = 2.0
 """Seconds for which a starting agent tries again if a directory of its name exists. The
 name is soon free if another process is removing a dead agent's directory, because that
 process renames the directory first."""
+ROOM_S = 0.2
+"""Seconds between two attempts of a starting agent to make its board, while the file
+system is full."""
 UNMARKED_S = 60.0
 """Seconds without a change after which a sweep may remove a directory that has no lock
 file, or whose creation or removal was interrupted."""
@@ -89,13 +97,84 @@ def check_arena_directory(directory: Path) -> None:
         )
 
 
+def check_arena_room(directory: Path) -> None:
+    """Refuses an arena directory whose file system is full.
+
+    Raises:
+        ValueError: not one block of the file system is free.
+    """
+    if not os.statvfs(directory).f_bavail:
+        raise ValueError(
+            f"arena_directory={directory}: its file system is full. Allowed: one with "
+            "room for the copies of each host's state. Remove what fills it, or give "
+            "--checkpoint.arena_directory another one."
+        )
+
+
+def make_host_memory(directory: Path, limit_s: float) -> None:
+    """Makes a host's memory directory, with the host's progress board in it.
+
+    The board needs one page of memory. While the file system is full, the board is
+    tried again: a host that comes back may find memory that other programs occupy for a
+    time. The log says so once.
+
+    Args:
+        directory: the host's memory directory.
+        limit_s: longest wait for the page, in seconds.
+
+    Raises:
+        ValueError: as of `make_memory_directory`; or the file system was full for
+            `limit_s` seconds.
+    """
+    make_memory_directory(directory)
+    try:
+        _make_board(directory / "board", limit_s)
+    except BaseException:
+        remove_memory_directory(directory)
+        raise
+
+
+def _make_board(path: Path, limit_s: float) -> None:
+    """Makes the board; waits for at most `limit_s` seconds while there is no memory.
+
+    Raises:
+        ValueError: the file system was full for `limit_s` seconds.
+    """
+    begin, full = time.monotonic(), False
+    while True:
+        try:
+            ProgressBoard(path, create=True).close()
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            if time.monotonic() - begin > limit_s:
+                raise ValueError(
+                    f"the file system of host memory {path.parent} was full for "
+                    f"{limit_s:g} s. Allowed: room for the copies of this host's "
+                    "state. Remove what fills it, and start the agent again."
+                ) from error
+            if not full:
+                logger.warning(
+                    "the file system of host memory %s is full: this host joins its "
+                    "job once there is room, within %g s",
+                    path.parent,
+                    limit_s,
+                )
+            full = True
+            time.sleep(ROOM_S)
+        else:
+            if full:
+                logger.info("there is room for host memory %s", path.parent)
+            return
+
+
 def make_memory_directory(directory: Path) -> None:
-    """Makes a host's memory directory and locks it.
+    """Makes a memory directory, empty but for its lock file, and locks it.
 
     The lock is held until the directory is removed or this process ends. First removes
     dead agents' directories, which may occupy the needed memory, and prints their
     names. Then removes the directory that this process made at this path earlier, if
-    there is one.
+    there is one. Needs no free memory.
 
     Raises:
         ValueError: the arena directory does not exist, or a live agent or another user
@@ -111,7 +190,6 @@ def make_memory_directory(directory: Path) -> None:
     lock = os.open(fresh / OWNER, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.write(lock, f"{os.getpid()}\n".encode())
         _put_in_place(fresh, directory)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)

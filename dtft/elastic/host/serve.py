@@ -21,7 +21,7 @@ from dtft.elastic.admission import (
 )
 from dtft.elastic.host.agent import Agent
 from dtft.elastic.host.memory_directory import (
-    make_memory_directory,
+    make_host_memory,
     remove_memory_directory,
 )
 from dtft.elastic.host.trainers import Trainers
@@ -128,7 +128,8 @@ class ServingHost:
                 setting, --copies or the kind of job (launched or served) is another
                 than the job's.
             ValueError: the memory directory cannot be made: the arena directory does
-                not exist, or a live agent or another user has the directory.
+                not exist, a live agent or another user has the directory, or the file
+                system is full.
         """
         self._config, self._store = config, store
         self._left = False  # set in a signal handler, which must take no lock
@@ -136,7 +137,7 @@ class ServingHost:
         self._refuse_live_agent()
         refuse_taken_name(store, config)
         check_job(store, config)
-        make_memory_directory(config.memory_directory)
+        make_host_memory(config.memory_directory, config.timeouts.start)
         self._key = job_key(config.job, "m/terms")
         admission = Admission(
             job=config.job, host=config.host, processes=processes, agree=self._agree
