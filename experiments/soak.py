@@ -83,6 +83,18 @@ def failures(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def pending(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Says how many faults were still pending or in effect when their job ended."""
+    episodes = [one for record in found.values() for one in record["records"]]
+    faults = sum(len(one["faults"]) for one in episodes)
+    left = sum(len(one["not_over"]) for one in episodes)
+    whole = sum(len(one["not_over"]) == len(one["faults"]) for one in episodes)
+    return (
+        f"{left} of {faults:,} faults had not happened, or were not undone, when the "
+        f"job ended; in {whole} episodes no fault was over."
+    )
+
+
 def drawn(found: Mapping[str, Mapping[str, Any]]) -> "Figure":
     """Draws the gaps of recoveries by rung, and the number of each kind of fault."""
     from matplotlib.figure import Figure
@@ -179,6 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
             "Each episode has one to three random faults (`dtft soak`), and is "
             "compared with an undisturbed run: bit for bit, or by its losses where "
             "the number of hosts or the shares change.",
+            pending(found),
             *failures(found),
         ],
     )

@@ -12,7 +12,7 @@ from dtft.cli.dispatch import read
 from dtft.config import parse_experiment
 from dtft.parallel import check_experiment
 from experiments import soak
-from experiments.soak import HEADER, JOBS, drawn, failures, row
+from experiments.soak import HEADER, JOBS, drawn, failures, pending, row
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -22,6 +22,7 @@ def record(**changes: Any) -> dict[str, Any]:
         "faults": ["kill-host:1@20", "kill-leader@30:recovery"],
         "passed": True,
         "why": [],
+        "not_over": ["kill-leader@30:recovery"],
         "recoveries": [recovery, recovery | {"rung": 2, "gap_s": None}],
     }
     sums = {
@@ -57,6 +58,14 @@ def test_failures_are_told_with_seed_and_reason() -> None:
     assert failures({"replica": record()}) == []
     (line,) = failures({"fsdp": record(passed=False, why=["hung"])})
     assert line == "fsdp, seed 4: kill-host:1@20 kill-leader@30:recovery: hung"
+
+
+def test_faults_that_were_not_over_are_counted() -> None:
+    left = ["kill-host:1@20", "kill-leader@30:recovery"]
+    assert pending({"fsdp": record(), "stage": record(not_over=left)}) == (
+        "3 of 4 faults had not happened, or were not undone, when the job ended; in 1 "
+        "episodes no fault was over."
+    )
 
 
 def test_the_figure_has_gaps_by_rung_and_kinds_of_faults() -> None:
